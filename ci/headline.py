@@ -70,11 +70,12 @@ class Server(NamedTuple):
 def servers(folder: Path = RECORDS) -> list[Server]:
     """Every server with a timed single prompt, by heads, GPUs, model and engine, of the records in FOLDER/<host>/.
 
-    Those that reshard because a setting says so are left out: by themselves they would do what is quicker.
+    Those that reshard or attend densely because a setting says so are left out: by themselves they would do what is
+    quicker.
     """
     groups: dict[tuple[Any, ...], dict[str, list[tuple[Path, dict[str, Any]]]]] = {}
     for path, record in read_comparisons(folder):
-        if summary.reshards_if_asked(record):
+        if summary.reshards_if_asked(record) or summary.is_dense_if_asked(record):
             continue
         engine, version = record["engine"].split()
         for row in record["rows"]:

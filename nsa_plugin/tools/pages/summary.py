@@ -151,8 +151,10 @@ def _tokens(count: int | None) -> str:
 def _newest(served: Records, *, alone: bool) -> Iterator[tuple[Path, Row, list[Row]]]:
     """Each record's timed loads, without those that a newer version of the engine was timed with, all else equal.
 
-    The longest prompt that a server allows may differ: what was timed has its own lengths.
+    The longest prompt that a server allows may differ: what was timed has its own lengths. Servers that attended short
+    prompts otherwise than by default are on their records' pages alone.
     """
+    served = [(path, record) for path, record in served if not is_dense_if_asked(record)]
 
     def timed(record: Row) -> list[Row]:
         return [row for row in record["rows"] if row["op"] == "serve" and (row["case"]["requests"] == 1) == alone]
@@ -224,8 +226,20 @@ def _server(record: Row, case: Row) -> str:
 
 def reshards_if_asked(record: Row) -> bool:
     """Whether the record's server had the setting token_shard=on, and so may do what a plan would not choose."""
-    plugin = record["servers"].get("plugin", {}) if isinstance(record.get("servers"), dict) else {}
-    return bool(plugin.get("settings", {}).get("token_shard") == "on")
+    return bool(_settings(record).get("token_shard") == "on")
+
+
+def is_dense_if_asked(record: Row) -> bool:
+    """Whether the record's server was told which short prompts attend densely, or to split prefills."""
+    settings = _settings(record)
+    return bool(settings.get("mha_max_kv", -1) != -1 or settings.get("split_prefill") == "on")
+
+
+def _settings(record: Row) -> Row:
+    """The plugin's settings in the record's server."""
+    plugin: Row = record["servers"].get("plugin", {}) if isinstance(record.get("servers"), dict) else {}
+    settings: Row = plugin.get("settings", {})
+    return settings
 
 
 def on_gpu(record: Row) -> str:

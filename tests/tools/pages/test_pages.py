@@ -280,6 +280,20 @@ def test_a_server_that_reshards_because_it_is_asked_to_says_so() -> None:
         assert summary.reshards_if_asked(made) is name.endswith("on")
 
 
+@pytest.mark.parametrize("settings", [{"mha_max_kv": 2048}, {"split_prefill": "on"}, {"mha_max_kv": 0}])
+def test_a_server_told_what_to_attend_densely_is_not_in_the_summary(settings: dict[str, Any]) -> None:
+    given = {"mha_max_kv": -1, "split_prefill": "off"}
+    many = served("output_tokens_per_s")
+    rows = [served("ttft_ms"), many | {"case": many["case"] | {"requests": 4, "new_tokens": 9}}]
+    told, default = (
+        (Path(f"h200/{n}.json"), comparison(rows) | {"servers": {"plugin": {"settings": one}}})
+        for n, one in enumerate((given | settings, given))
+    )
+    for table in (summary.first_token, summary.loads):
+        assert table([told]) == summary.NOTHING
+        assert table([told, default]) == table([default]) != summary.NOTHING
+
+
 def test_prompts_that_stock_fails_at() -> None:
     limit = {
         "op": "limit",
