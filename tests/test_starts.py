@@ -45,6 +45,7 @@ def with_version(monkeypatch: pytest.MonkeyPatch, name: str, version: str) -> en
 
 
 V32 = MODELS[:4]
+NOT_GLM_FP8 = tuple(name for name in V32 if name != "GLM-5 fp8")
 BF16 = ("V3.2 bf16", "GLM-5 bf16")
 SPARSE, DSV4 = "--attention-backend FLASHMLA_SPARSE", "--attention-backend FLASHMLA_SPARSE_DSV4"
 KV = ("--dsa-prefill-backend flashmla_kv", "--dsa-decode-backend flashmla_kv")
@@ -69,8 +70,10 @@ KV = ("--dsa-prefill-backend flashmla_kv", "--dsa-decode-backend flashmla_kv")
             f"GLM-5 bf16: may be left to vLLM, by its heads a rank, unless {SPARSE}",
             (),
         ),
-        ("sglang", "0.5.23", 120, "auto", (), "serves SM80 to SM89, SM90 and SM100 GPUs, and this one is SM120", ()),
-        ("sglang", "0.5.23", 120, "on", (), "portable is on and cannot work on SM120, which is left to SGLang", ()),
+        ("sglang", "0.5.23", 120, "auto", NOT_GLM_FP8, "SGLang serves GLM-5 over an fp8 cache on SM120", ()),
+        ("sglang", "0.5.23", 120, "on", NOT_GLM_FP8, "SGLang serves GLM-5 over an fp8 cache on SM120", ()),
+        ("sglang", "0.5.22", 120, "auto", (), "portable path on SM120 supports SGLang >=0.5.23,<0.5.24; this is", ()),
+        ("sglang", "0.5.23", 110, "auto", (), "SM90, SM100 and SM120 GPUs, and this one is SM110", ()),
         ("sglang", "0.5.23", 100, "auto", MODELS, f"GLM-5 fp8: left to SGLang unless {KV[0]} and {KV[1]} are", KV),
         ("sglang", "0.5.23", 90, "auto", MODELS, "ready", ()),
         ("vllm", "0.32.0", 0, "auto", BF16, "a CPU serves DeepSeek-V3.2 and GLM-5 with a bf16 cache only", ()),
@@ -117,7 +120,7 @@ def test_doctor_says_what_the_start_does(
         assert ("emulating SM86" in said) == (sm >= 90)
         assert not models or {row["provider"] for row in json.loads(out)["routes"]} <= {"cuda", "triton"}
     # The portable path is the only reason, so without it the engine serves.
-    refused_by_setting = portable == "on" and not models and sm != 120
+    refused_by_setting = portable == "on" and not models
     assert (state["fix"] == "unset NSA_PLUGIN_PORTABLE") == refused_by_setting
     if refused_by_setting:
         monkeypatch.delenv("NSA_PLUGIN_PORTABLE")
@@ -162,6 +165,9 @@ def test_doctor_names_glm_5_wherever_it_names_v32(
     state = state_of(with_version(monkeypatch, engine, version), synthetic(sm))
     for layout in ("bf16", "fp8"):
         v32, glm = (f"{name} {layout}" for name in ("V3.2", "GLM-5"))
+        if (engine, sm, layout) == ("sglang", 120, "fp8"):
+            assert (v32 in state.models, state.refused[glm]) == (True, starts.GLM_FP8_ON_SM120)
+            continue
         assert (v32 in state.models) == (glm in state.models)
         assert (state.refused.get(v32), state.unless.get(v32)) == (state.refused.get(glm), state.unless.get(glm))
 

@@ -26,6 +26,8 @@ from nsa_plugin.patches.ledger import Kind, Need, Target
 from nsa_plugin.settings import ResolvedSettings, Settings
 
 DSA_FLAGS = Version("0.5.13")
+GLM_V_HEAD_DIM = 256
+GLM_FP8_ON_SM120 = "SGLang serves GLM-5 over an fp8 cache on SM120 with FlashInfer's kernels"
 """The SGLang from which on its flags for sparse attention begin with --dsa, before with --nsa."""
 
 
@@ -129,7 +131,9 @@ def _check_vllm(
 def _check_sglang(version: Version, model: ModelShape, device: DeviceProfile, *, forced: bool) -> None:
     """As the checks of SGLang's start."""
     if forced or sglang_model.is_portable(device.sm):
-        sglang_start.check_portable_version(version, forced=forced)
+        sglang_start.check_portable_version(version, device.sm, forced=forced)
+    if sglang_model.is_sm120(device.sm) and (model.v_head_dim, model.kv_layout) == (GLM_V_HEAD_DIM, "v32_fp8"):
+        raise LeftToStockError(GLM_FP8_ON_SM120)
     if forced and model.family == "v4":
         raise SettingsError(f"portable is on and cannot work here: {sglang_start.NO_PORTABLE_V4}; allowed here: auto")
 

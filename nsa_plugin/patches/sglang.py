@@ -18,6 +18,8 @@ from nsa_plugin.patches.sglang_portable import PORTABLE
 ENGINE = "sglang"
 SUPPORTED = ">=0.5.11,<0.5.24"
 SUPPORTED_PORTABLE = ">=0.5.16,<0.5.24"
+# Of the portable path on SM120: only there SGLang's code for that GPU was read.
+SUPPORTED_SM120 = ">=0.5.23,<0.5.24"
 
 # No upper bound: the first hooks tell the user that a newer SGLang is not supported.
 _section = partial(

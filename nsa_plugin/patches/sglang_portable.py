@@ -1,4 +1,4 @@
-"""SGLang's ledger for GPUs that FlashMLA and DeepGEMM do not support: SM80, SM86 and SM89.
+"""SGLang's ledger for GPUs of the portable path: SM80, SM86, SM89 and SM120.
 
 These entries come on top of those for every GPU, and only there. SGLang's `dsa` backend and its indexer then run with
 the plugin's kernels alone.

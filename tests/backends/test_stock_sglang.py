@@ -91,17 +91,22 @@ ROWS = {
     "DeepSeek-V4 on a GPU of the portable path": served(v4=True, sm=80, touched=ON_A_GPU | names(Need.PORTABLE)),
     "an older SGLang on a GPU of the portable path": Row(sm=80, version="0.5.15"),
     "a GPU before SM80": Row(sm=75),
-    "SM120": Row(sm=120),
+    "an older SGLang on SM120": Row(sm=120, version="0.5.22"),
+    "SM110": Row(sm=110),
 }
 NOT_STARTED = {
     "Ray actors": "SGLang loads no plugin in the actor, and the process that reads the arguments changes no attention",
 }
-ON_SM80 = {
-    what: replace(row, sm=80, touched=ON_A_GPU | names(Need.PORTABLE))
-    for what, row in ROWS.items()
-    if (row.sm, row.touched) == (90, ON_A_GPU)
-}
-"""The rows of any GPU again, on one of the portable path."""
+PORTABLE = ON_A_GPU | names(Need.PORTABLE)
+ON_SM80, ON_SM120 = (
+    {
+        what: replace(row, sm=sm, touched=PORTABLE)
+        for what, row in ROWS.items()
+        if (row.sm, row.touched) in ((90, ON_A_GPU), (80, PORTABLE))
+    }
+    for sm in (80, 120)
+)
+"""The rows of any GPU again, on those of the portable path."""
 LEFT = [one for one in CONFIGURATIONS if one.engine == SGLANG and one.outcome is Handling.STOCK]
 
 
@@ -149,7 +154,7 @@ def engine(row: Row, monkeypatch: pytest.MonkeyPatch) -> tuple[SglangProcess, di
         monkeypatch.setattr(module, "process", lambda: process)
     if row.sm:
         monkeypatch.setattr(model, "device_sm", lambda: row.sm)
-        libraries = {"libraries": ("triton",)} if row.sm == 80 else {}
+        libraries = {"libraries": ("triton",)} if row.sm in (80, 120) else {}
         monkeypatch.setattr("nsa_plugin.libraries.probe.probe", lambda: synthetic(row.sm, **libraries))
     else:
         monkeypatch.setattr("torch.version.hip", "7.0")
@@ -166,7 +171,10 @@ def build(row: Row, modules: dict[str, ModuleType], model_runner: Any) -> Any:
     return modules[DSV4].DeepseekV4AttnBackend(model_runner)
 
 
-STARTED = [(one, rows[one.what]) for rows in (ROWS, ON_SM80) for one in LEFT if one.what in rows]
+STARTED = [(one, rows[one.what]) for rows in (ROWS, ON_SM80, ON_SM120) for one in LEFT if one.what in rows]
+FLASHINFER = {"dsa_prefill_impl": "flashinfer_sparse_mla", "dsa_decode_impl": "flashinfer_sparse_mla"}
+GLM_ON_SM120 = next(one for one in CONFIGURATIONS if "flashinfer_sparse_mla" in one.given)
+STARTED.append((GLM_ON_SM120, served(sm=120, touched=PORTABLE, backend=FLASHINFER)))
 
 
 @pytest.mark.parametrize(("one", "row"), STARTED, ids=[f"{one.what}, SM{row.sm}" for one, row in STARTED])

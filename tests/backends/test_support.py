@@ -213,14 +213,14 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> None:
     process.check_before_serving(SimpleNamespace(use_ray=True))
 
 
-def on_an_a100(version: str = "0.5.23", **server_args: Any) -> Start:
-    """The first backend of a scheduler on an SM80 GPU; V4's with `v4`."""
+def on_a_portable_gpu(version: str = "0.5.23", sm: int = 80, **server_args: Any) -> Start:
+    """The first backend of a scheduler on a GPU of the portable path; V4's with `v4`."""
 
     def start(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(VARIABLE, "")
         PassedFlags({"enabled": "true", "strict": "full"}, {}).write()
-        monkeypatch.setattr(sglang_model, "device_sm", lambda: 80)
-        monkeypatch.setattr("nsa_plugin.libraries.probe.probe", lambda: synthetic(80, libraries=("triton",)))
+        monkeypatch.setattr(sglang_model, "device_sm", lambda: sm)
+        monkeypatch.setattr("nsa_plugin.libraries.probe.probe", lambda: synthetic(sm, libraries=("triton",)))
         ledger = Ledger(engine="sglang", version=Version(version), supported=">=0.5.11", patches=())
         process = SglangProcess(ledger, child=True)
         process.enter_scheduler()
@@ -232,7 +232,7 @@ def on_an_a100(version: str = "0.5.23", **server_args: Any) -> Start:
 
 
 def on_a_left_gpu(sm: int, **flags: str) -> Start:
-    """A scheduler whose backend has SGLang's default kernels for DeepSeek-V3.2 on SM120 over an fp8 cache."""
+    """A scheduler whose backend has TRT-LLM's kernels, SGLang's default on GPUs from SM100 on over an fp8 cache."""
 
     def start(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(VARIABLE, "")
@@ -363,11 +363,12 @@ STARTS: dict[tuple[str, str], Start] = {
     (SGLANG, "DeepSeek-V4's fp4 indexer"): v4_fp4,
     (SGLANG, "DeepSeek-V4.1"): v41,
     (SGLANG, "Ray actors"): ray,
-    (SGLANG, "DeepSeek-V4 on a GPU of the portable path"): on_an_a100(v4=True),
-    (SGLANG, "an older SGLang on a GPU of the portable path"): on_an_a100("0.5.15"),
+    (SGLANG, "DeepSeek-V4 on a GPU of the portable path"): on_a_portable_gpu(v4=True),
+    (SGLANG, "an older SGLang on a GPU of the portable path"): on_a_portable_gpu("0.5.15"),
     (SGLANG, "a GPU before SM80"): on_a_left_gpu(75),
-    (SGLANG, "SM120"): on_a_left_gpu(120),
-    (SGLANG, "a kernel library by name on SM120 or before SM80"): on_a_left_gpu(120, decode_backend="cuda"),
+    (SGLANG, "an older SGLang on SM120"): on_a_portable_gpu("0.5.22", sm=120),
+    (SGLANG, "SM110"): on_a_left_gpu(110),
+    (SGLANG, "a kernel library by name on SM110 or before SM80"): on_a_left_gpu(110, decode_backend="cuda"),
     (SGLANG, "the portable path by name in an older SGLang"): portable,
     (SGLANG, "resharding with two-batch overlap"): resharding_two_batches,
     (SGLANG, "trtllm by SGLang's flag where it cannot run"): trtllm_flag,

@@ -49,6 +49,7 @@ class SglangProcess:
         left: what is left to stock SGLang although the plugin is on, and why.
         stock_because: why the stock engine serves although the plugin is enabled (`why_stock`); "" if it does not.
         sm: the SM version of the GPU, in a scheduler process with the plugin enabled; 0 without one.
+        paths: SGLang's flags that the plugin has set: {setting: (flag, value)}; see `flags.run_portable`.
     """
 
     ledger: Ledger
@@ -61,6 +62,7 @@ class SglangProcess:
     left: list[str] = field(default_factory=list)
     stock_because: str = ""
     sm: int = 0
+    paths: dict[str, tuple[str, str]] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
 
     def bootstrap(self) -> None:
@@ -93,7 +95,8 @@ class SglangProcess:
             if given:
                 self._say_once(logging.INFO, "nsa-plugin is off: NSA_PLUGIN_ENABLED=0 overrides its flags")
             return
-        passed = flags.PassedFlags(given, flags.engine_backends(server_args))
+        engine = flags.engine_backends(server_args).items()
+        passed = flags.PassedFlags(given, {name: one for name, one in engine if self.paths.get(name) != one})
         passed.write()
         resolved, _ = passed.resolve()
         if not resolved.settings.enabled:
@@ -111,17 +114,36 @@ class SglangProcess:
                 return  # nothing is patched there
             _check_files(self.ledger.version)
             check_files(resolved.settings)
+            sm = 0 if model.configured_for_cpu(server_args) else model.device_sm()
             if resolved.settings.portable == "on":
-                check_portable_version(self.ledger.version, forced=True)
+                check_portable_version(self.ledger.version, sm, forced=True)
             if getattr(server_args, "use_ray", False):
                 raise LeftToStockError("SGLang does not load plugins in Ray actors, which --use-ray asks for")
             model.refuse_model(server_args)
+            self._prepare_sm120(server_args, sm)
         except NsaPluginError as error:
             if resolved.settings.ends_start(error):
                 raise
             from nsa_plugin.settings import why_stock
 
             self._say_once(logging.WARNING, f"nsa-plugin: {why_stock(error)}")
+
+    def _prepare_sm120(self, server_args: Any, sm: int) -> None:
+        """Have SGLang take the paths that the portable path extends, on SM120.
+
+        Raises:
+            LeftToStockError: this SGLang is not served there.
+        """
+        from nsa_plugin.backends.sglang.startup import flags, model
+        from nsa_plugin.libraries.architectures import name_of
+
+        if not model.is_sm120(sm) or not model.has_sparse_attention(config := model.config_of(server_args)):
+            return
+        check_portable_version(self.ledger.version, sm)
+        # Arguments pass here as parsed and as SGLang's object: the second time the flags are still not the user's.
+        self.paths |= flags.run_portable(server_args, config)
+        for flag, value in self.paths.values():
+            self._say_once(logging.INFO, f"nsa-plugin: the portable path on {name_of(sm)} extends {flag} {value}")
 
     def enter_scheduler(self) -> None:
         """Apply and verify the patches, before a scheduler builds its model.
@@ -147,7 +169,7 @@ class SglangProcess:
             if model.on_rocm():
                 raise LeftToStockError("nsa-plugin's kernels are for NVIDIA GPUs, and this PyTorch is for ROCm")
             if model.is_portable(sm) or (sm and resolved.settings.portable == "on"):
-                check_portable_version(self.ledger.version)
+                check_portable_version(self.ledger.version, sm)
                 needs, self.portable = (*needs, Need.PORTABLE), True
             self.statuses = self.ledger.install(*needs)
             self._refuse_copies()
@@ -326,20 +348,27 @@ def _check_files(version: Version) -> None:
     static.check_installed(_ledger(version, ledger_data.PATCHES), *Need)
 
 
-def check_portable_version(version: Version, *, forced: bool = False) -> None:
+def check_portable_version(version: Version, sm: int, *, forced: bool = False) -> None:
     """Check that the portable path serves with this SGLang.
 
     Args:
+        sm: SM version of the GPU.
         forced: `portable` is on.
     """
-    supported = ledger_data.SUPPORTED_PORTABLE
+    from nsa_plugin.backends.sglang.startup import model
+    from nsa_plugin.libraries.architectures import name_of
+
+    new = model.is_sm120(sm)
+    supported = ledger_data.SUPPORTED_SM120 if new else ledger_data.SUPPORTED_PORTABLE
+    where = f" on {name_of(sm)}" if new else ""
     if SpecifierSet(supported, prereleases=True).contains(version):
         return
     if forced:
         raise SettingsError(
-            f"portable is on and cannot work with SGLang {version}: it is for SGLang {supported}; allowed here: auto"
+            f"portable is on and cannot work with SGLang {version}{where}: it is for SGLang {supported}; allowed here: "
+            "auto"
         )
-    raise LeftToStockError(f"nsa-plugin's portable path supports SGLang {supported}; this is {version}")
+    raise LeftToStockError(f"nsa-plugin's portable path{where} supports SGLang {supported}; this is {version}")
 
 
 def _rank() -> int:

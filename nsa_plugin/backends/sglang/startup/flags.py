@@ -37,6 +37,13 @@ LIBRARY_OF = {
 }
 
 
+GLM = "GlmMoeDsaForCausalLM"
+SM120_DTYPES = {"None": "fp8_e4m3", "auto": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "bf16": "bf16", "bfloat16": "bf16"}
+"""What SGLang makes of --kv-cache-dtype on SM120."""
+SM90_PATHS = {"fp8_e4m3": ("flashmla_kv", "flashmla_kv"), "bf16": ("flashmla_sparse", "fa3")}
+"""The paths of prefills and of steps that SGLang chooses on SM90."""
+
+
 def flag_of(name: str) -> str:
     """Return the flag of a setting."""
     return ENABLE_FLAG if name == "enabled" else "--nsa-plugin-" + name.replace("_", "-")
@@ -117,6 +124,35 @@ def run_trtllm(server_args: Any, chosen: Settings, device_sm: Callable[[], int])
         if field_name is not None and getattr(server_args, field_name) is None:
             setattr(server_args, field_name, "trtllm")
             found.append("--" + field_name.replace("_", "-"))
+    return found
+
+
+def run_portable(server_args: Any, config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """On SM120, set SGLang's flags for the paths and the cache that it has on SM90.
+
+    SGLang chooses TRT-LLM's kernels there, which only SM100 has, and lays an fp8 cache out for them without scales. The
+    plugin attends in place of the paths that are set here, as on other GPUs of the portable path. A flag that the user
+    gave stays. What SGLang 0.5.23 serves on SM120 by itself stays too (`arg_groups/overrides.py`): GLM-5 over an fp8
+    cache.
+
+    Args:
+        server_args: see `engine_backends`.
+        config: of the model, which has sparse attention.
+
+    Returns:
+        The flags that were set, as `engine_backends` does.
+    """
+    dtype = SM120_DTYPES.get(str(getattr(server_args, "kv_cache_dtype", None)))
+    architecture = (config.get("architectures") or [""])[0]
+    if dtype is None or (dtype == "fp8_e4m3" and architecture == GLM) or getattr(server_args, "enable_hisparse", False):
+        return {}
+    if config.get("learnable_sink"):  # SGLang chooses for it whatever the GPU is
+        return {}
+    found = {}
+    for name, value in zip(BACKEND_OPS, SM90_PATHS[dtype], strict=True):
+        if getattr(server_args, f"dsa_{name}", value) is None:
+            setattr(server_args, f"dsa_{name}", value)
+            found[name] = (f"--dsa-{name.replace('_', '-')}", value)
     return found
 
 

@@ -53,8 +53,13 @@ def device_sm() -> int:
 
 
 def is_portable(sm: int) -> bool:
-    """Whether the portable path serves a GPU of SM version `sm`. SM120 is left to SGLang's own kernels for it."""
-    return 80 <= sm < 90
+    """Whether the portable path serves a GPU of SM version `sm`."""
+    return 80 <= sm < 90 or is_sm120(sm)
+
+
+def is_sm120(sm: int) -> bool:
+    """Whether a GPU is of the SM120 family: SM120 or SM121."""
+    return sm // 10 == 12
 
 
 def is_left(sm: int) -> bool:
@@ -80,14 +85,14 @@ def check_gpu(sm: int, resolved: ResolvedSettings) -> None:
                 f"{name} is {value} and cannot work on {name_of(sm)}, which is left to SGLang; allowed here: auto"
             )
     raise LeftToStockError(
-        f"under SGLang nsa-plugin serves SM80 to SM89, SM90 and SM100 GPUs, and this one is {name_of(sm)}"
+        f"under SGLang nsa-plugin serves SM80 to SM89, SM90, SM100 and SM120 GPUs, and this one is {name_of(sm)}"
     )
 
 
-def is_sparse(server_args: Any) -> bool:
-    """Whether the model of raw arguments has sparse attention.
+def config_of(server_args: Any) -> dict[str, Any]:
+    """Return the model's configuration by raw arguments.
 
-    False if its configuration cannot be read here. It is left to SGLang, which reports it.
+    Empty if it cannot be read here. It is left to SGLang, which reports it.
     """
     from transformers import PretrainedConfig
 
@@ -95,8 +100,13 @@ def is_sparse(server_args: Any) -> bool:
     try:
         config, _ = PretrainedConfig.get_config_dict(str(server_args.model_path), revision=revision)
     except (OSError, ValueError):
-        return False
-    return has_sparse_attention(config)
+        return {}
+    return dict(config)
+
+
+def is_sparse(server_args: Any) -> bool:
+    """Whether the model of raw arguments has sparse attention."""
+    return has_sparse_attention(config_of(server_args))
 
 
 def refuse_model(server_args: Any) -> None:

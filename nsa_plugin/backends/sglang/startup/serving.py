@@ -20,6 +20,7 @@ from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.shape import architectures, check_shape
 from nsa_plugin.backends.common.token_shard import free_memory_of, has_sinks
+from nsa_plugin.backends.common.trial import tried
 from nsa_plugin.backends.common.warm import warm, warm_dense, warm_logits, warm_reading, warm_selection, warm_unpaged
 from nsa_plugin.backends.sglang.startup import samples
 from nsa_plugin.backends.sglang.startup.metrics import metrics_of
@@ -100,6 +101,9 @@ class SglangServing:
         """
         refuse_trtllm(backend, device)
         model = shape_of(backend, model_runner)
+        if portable:
+            providers = Providers(model.kv_layout, device.sm)
+            device = tried(device, model, providers, torch.device(backend.device))
         validate(model, device, resolved.settings)
         where, server_args = ranks(model_runner), model_runner.server_args
         first = where["tp_rank"] % model.attn_tp_size == 0  # all ranks of an attention group make the same plans

@@ -1,4 +1,4 @@
-"""Layer code for SGLang on GPUs that FlashMLA and DeepGEMM do not support: SM80, SM86 and SM89.
+"""Layer code for SGLang on GPUs of the portable path: SM80, SM86, SM89 and SM120.
 
 SGLang builds its `dsa` backend there, and every plan names a kernel of the plugin. `select_steps` replaces SGLang's
 selection for decode, verify and draft steps; `indexer.wrap_topk_ragged` selects for prefills, as on other GPUs.

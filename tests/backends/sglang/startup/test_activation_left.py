@@ -1,4 +1,4 @@
-"""GPUs on which everything is left to SGLang, on a fake SGLang: SM120, and those before SM80."""
+"""GPUs on which everything is left to SGLang, on a fake SGLang: SM110, and those before SM80."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.backends.fake_sglang.scheduler import HF_CONFIG, picking, read, runne
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
 
-OLD_OR_NEW = pytest.mark.parametrize("sm", [70, 75, 110, 120, 121])
+OLD_OR_NEW = pytest.mark.parametrize("sm", [70, 75, 110])
 DENSE = SimpleNamespace(architectures=["LlamaForCausalLM"])
-REASON = "under SGLang nsa-plugin serves SM80 to SM89, SM90 and SM100 GPUs, and this one is SM{}"
+REASON = "under SGLang nsa-plugin serves SM80 to SM89, SM90, SM100 and SM120 GPUs, and this one is SM{}"
 
 
 @pytest.fixture
@@ -238,6 +238,6 @@ class TestBeforeServing:
             process.check_before_serving(SimpleNamespace(model_path="checkpoint", device="cpu"))
 
 
-@pytest.mark.parametrize("sm", [0, 80, 86, 87, 89, 90, 100, 103])
+@pytest.mark.parametrize("sm", [0, 80, 86, 87, 89, 90, 100, 103, 120, 121])
 def test_other_gpus_are_not_left(sm: int) -> None:
     model.check_gpu(sm, ResolvedSettings(Settings(strict="full", prefill_backend="cuda"), {}))

@@ -41,7 +41,10 @@ def on(monkeypatch: pytest.MonkeyPatch, sm: int, *libraries: str) -> None:
     monkeypatch.setattr("nsa_plugin.libraries.probe.probe", lambda: synthetic(sm, libraries=libraries))
 
 
-@pytest.mark.parametrize(("version", "sm"), [("0.5.23", 80), ("0.5.23", 86), ("0.5.23", 89), ("0.5.16", 86)])
+@pytest.mark.parametrize(
+    ("version", "sm"),
+    [("0.5.23", 80), ("0.5.23", 86), ("0.5.23", 89), ("0.5.16", 86), ("0.5.23", 120), ("0.5.23", 121)],
+)
 def test_the_portable_path_serves_gpus_without_kernels_of_flashmla(
     process: SglangProcess, installed: list[Need], monkeypatch: pytest.MonkeyPatch, version: str, sm: int
 ) -> None:
