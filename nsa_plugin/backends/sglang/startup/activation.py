@@ -120,6 +120,8 @@ class SglangProcess:
             if getattr(server_args, "use_ray", False):
                 raise LeftToStockError("SGLang does not load plugins in Ray actors, which --use-ray asks for")
             model.refuse_model(server_args)
+            if warning := model.unserved_weights(server_args, sm):
+                self._say_once(logging.WARNING, f"nsa-plugin: {warning}")
             self._prepare_sm120(server_args, sm)
         except NsaPluginError as error:
             if resolved.settings.ends_start(error):

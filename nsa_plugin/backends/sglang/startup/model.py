@@ -6,7 +6,7 @@ from typing import Any
 
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import LeftToStockError, NoProviderError, PatchError, SettingsError
-from nsa_plugin.libraries.architectures import name_of
+from nsa_plugin.libraries.architectures import FIRST_WITH_FP8, name_of
 from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.settings import BACKEND_OPS, ResolvedSettings
 
@@ -107,6 +107,20 @@ def config_of(server_args: Any) -> dict[str, Any]:
 def is_sparse(server_args: Any) -> bool:
     """Whether the model of raw arguments has sparse attention."""
     return has_sparse_attention(config_of(server_args))
+
+
+def unserved_weights(server_args: Any, sm: int) -> str:
+    """Return what SGLang will say much later, and not as clearly: it has no fp8 experts on SM80 and SM86. Or ""."""
+    if not 80 <= sm < FIRST_WITH_FP8:
+        return ""
+    config = config_of(server_args)
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method != "fp8" or not config.get("n_routed_experts") or not has_sparse_attention(config):
+        return ""
+    return (
+        f"the checkpoint has fp8 experts, for which SGLang has no kernels on {name_of(sm)} (sglang #12887): give it "
+        "one with INT4 experts"
+    )
 
 
 def refuse_model(server_args: Any) -> None:

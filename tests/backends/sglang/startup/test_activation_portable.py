@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from packaging.version import Version
 
 from nsa_plugin.backends.common.providers import device_in_use
-from nsa_plugin.backends.sglang.startup import model, serving
+from nsa_plugin.backends.sglang.startup import activation, model, serving
 from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 from nsa_plugin.backends.sglang.startup.flags import PassedFlags
 from nsa_plugin.decision.dispatch import decide
@@ -59,6 +61,40 @@ def test_the_portable_path_serves_gpus_without_kernels_of_flashmla(
     routes = dict(process.serving.routes)
     assert routes.pop(SHORT_WITH_LONG) == "attend as the long ones: split_prefill is off"
     assert all("triton" in text for text in routes.values())
+
+
+@pytest.mark.parametrize(
+    ("sm", "more", "warns"),
+    [
+        (80, {}, True),
+        (86, {}, True),
+        (89, {}, False),
+        (90, {}, False),
+        (86, {"quantization_config": {"quant_method": "awq"}}, False),
+        (86, {"quantization_config": None}, False),
+        (86, {"n_routed_experts": None}, False),
+        (86, {"index_topk": None}, False),
+    ],
+)
+def test_fp8_experts_are_warned_of_where_sglang_has_none(
+    process: SglangProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    sm: int,
+    more: dict[str, Any],
+    warns: bool,
+) -> None:
+    process.ledger.version = Version("0.5.23")
+    config = {"index_topk": 2048, "n_routed_experts": 256, "quantization_config": {"quant_method": "fp8"}} | more
+    monkeypatch.setattr("transformers.PretrainedConfig.get_config_dict", lambda *given, **named: (config, {}))
+    monkeypatch.setattr(activation, "_check_files", lambda version: None)
+    on(monkeypatch, sm)
+    PassedFlags({"enabled": "true"}, {}).write()
+    for _ in range(2):
+        process.check_before_serving(SimpleNamespace(model_path="checkpoint", device="cuda", use_ray=False))
+    said = [one.getMessage() for one in caplog.records]
+    assert len(said) == warns
+    assert all(f"no kernels on SM{sm}" in one and "INT4" in one for one in said)
 
 
 @pytest.mark.parametrize("flags", [{}, {"mha_max_kv": "0"}, {"split_prefill": "on"}], ids=str)
