@@ -26,9 +26,10 @@ from nsa_plugin.patches.ledger import Kind, Need, Target
 from nsa_plugin.settings import ResolvedSettings, Settings
 
 DSA_FLAGS = Version("0.5.13")
+"""The SGLang from which on its flags for sparse attention begin with --dsa, before with --nsa."""
+
 GLM_V_HEAD_DIM = 256
 GLM_FP8_ON_SM120 = "SGLang serves GLM-5 over an fp8 cache on SM120 with FlashInfer's kernels"
-"""The SGLang from which on its flags for sparse attention begin with --dsa, before with --nsa."""
 
 
 @dataclass(frozen=True)

@@ -227,6 +227,7 @@ def on_a_portable_gpu(version: str = "0.5.23", sm: int = 80, **server_args: Any)
         if server_args.pop("v4", False):
             process.enter_v4()
         process.backend_built(built(), runner(**server_args))
+        process.leave_scheduler(scheduler())
 
     return start
 

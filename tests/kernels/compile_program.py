@@ -96,7 +96,10 @@ def without_a_gpu(sm: int) -> dict[str, list[dict[str, Any]]]:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         needs = {"shared": kernel.metadata.shared, "threads": 32 * kernel.metadata.num_warps}
         tile = {"tile": {name: kwargs[name] for name in TILE if name in kwargs}}
-        code = resources(kernel.asm["cubin"]) | {"wgmma": kernel.asm["ptx"].count("wgmma.mma_async")}
+        code = resources(kernel.asm["cubin"]) | {
+            "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
+            "packed": kernel.asm["ptx"].count("mul.rn.f16x2"),  # of `decode_fp8_packed`
+        }
         compiled[f"{self.fn.__module__}.{self.fn.__name__}"].append(needs | tile | code)
         return kernel
 

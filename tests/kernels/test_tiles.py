@@ -39,6 +39,15 @@ def test_sparse_tiles_rise():
         assert [tile.block_h for tile in line.sparse_mla] == sorted(tile.block_h for tile in line.sparse_mla)
 
 
+def test_the_indexers_tiles_are_those_that_were_timed_for_how_a_gpu_multiplies():
+    """float16 by warps, fp8 by warps, and fp8 by warpgroups or Blackwell's tensor memory."""
+    found = {sm: (*tiles_of(sm).logits, *tiles_of(sm).paged_logits) for sm in TILES}
+    by_warps, with_fp8 = (64, 128, 2, 2, 64, 128, 4, 2), (64, 128, 2, 3, 64, 128, 2, 2)
+    assert {sm for sm, tiles in found.items() if tiles == by_warps} == {80, 86, 87}
+    assert {sm for sm, tiles in found.items() if tiles == with_fp8} == {89, 120, 121}
+    assert {found[sm] for sm in (90, 100, 103, 110)} == {(128, 128, 8, 3) * 2}
+
+
 @pytest.mark.parametrize(("sm", "like"), [(0, 86), (75, 86), (999, 120)])
 def test_an_architecture_without_a_line_gets_what_the_least_shared_memory_holds(sm, like):
     assert tiles_of(sm) == tiles_of(like)

@@ -15,7 +15,7 @@ import pytest
 
 import nsa_plugin
 from nsa_plugin.kernels.triton.tiles import mha_tile, tiles_of
-from nsa_plugin.libraries.architectures import EMULATED, shared_memory_per_block
+from nsa_plugin.libraries.architectures import EMULATED, FIRST_WITH_FP8, shared_memory_per_block
 from nsa_plugin.libraries.capabilities import MHA_DIMS
 from tests.kernels import compile_program
 
@@ -82,6 +82,8 @@ def test_every_kernel_compiles_and_a_block_fits_the_gpu(sm: int) -> None:
     assert max(spilled.values()) <= SPILLED, spilled
     tiles = {(name.rpartition(".")[2], tuple(block["tile"].values())) for name, block in blocks}
     assert entries(sm) - tiles == set(), "not compiled: entries of the table of tiles"
+    packed = {name.rpartition(".")[2] for name, block in blocks if block["packed"]}
+    assert packed == ({"_paged_logits"} if sm < FIRST_WITH_FP8 else set())
     warpgroups = {name.rpartition(".")[2] for name, block in blocks if block["wgmma"]}
     assert warpgroups == (WITH_WGMMA if sm == 90 else set())
 

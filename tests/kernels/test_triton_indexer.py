@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpreterBuilder
 
-from nsa_plugin.kernels.checks import KernelArgumentError
+from nsa_plugin.kernels.checks import FP8_DTYPE, KernelArgumentError
 from nsa_plugin.kernels.indexer import reference_logits, reference_paged_logits, reference_paged_topk, reference_topk
 from nsa_plugin.kernels.kv_cache import allocate_cache, open_cache
 from nsa_plugin.kernels.topk import reference_topk_rows
@@ -82,8 +82,9 @@ def test_converted_piece_by_piece_nothing_changes(monkeypatch, most_keys, most_r
         assert sum(pieces) == 90 + 9 + 140 + 33
 
 
-@pytest.mark.parametrize("begin", [0, 1, 31, 127, 128, 200])
-def test_nothing_is_read_behind_the_memory_of_converted_keys(monkeypatch, begin):
+@pytest.mark.parametrize("most_keys", [128, 1000])
+@pytest.mark.parametrize("begin", [0, 1, 31, 127, 200])
+def test_nothing_is_read_behind_the_memory_of_converted_keys(monkeypatch, begin, most_keys):
     """Wherever the rows' ranges begin: a GPU ends the process where there is no memory."""
     inputs, (ks, ke) = indexer_inputs(5, 300, 8), ranges(5, 300)
     ks = ks.clamp(min=begin)
@@ -91,21 +92,35 @@ def test_nothing_is_read_behind_the_memory_of_converted_keys(monkeypatch, begin)
 
     def converted(keys, multiple):
         room = convert(keys, multiple)
-        rooms.append(room)
-        return room
+        rooms.append(torch.cat([room, torch.full_like(room[:1], math.nan)])[:-1])  # a key behind it is nobody's
+        return rooms[-1]
 
     def load(builder, pointers, mask, *rest):
         read = pointers.data[mask.data].astype("int64")
-        for room in rooms:  # what lies within a key of its end is read as if it were a part of it
+        for room in rooms:
             end = room.data_ptr() + room.numel() * 2
             assert not ((read >= end) & (read < end + 256)).any()
         return load_masked(builder, pointers, mask, *rest)
 
     convert, load_masked = triton_indexer._converted, InterpreterBuilder.create_masked_load
     monkeypatch.setattr(triton_indexer, "_converted", converted)
+    monkeypatch.setattr(triton_indexer, "CONVERTED_KEYS", most_keys)
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", load)
     check(topk(*inputs, ks, ke, 25), *inputs, ks, ke, 25)
-    assert [len(room) for room in rooms] == [384]
+    assert [len(room) for room in rooms] == ([128] * 3 if most_keys == 128 else [384])
+
+
+@pytest.mark.parametrize(("q_dtype", "k_dtype"), [(torch.bfloat16, torch.bfloat16), (FP8_DTYPE, torch.bfloat16)])
+def test_values_that_float16_does_not_have_are_not_converted_to_it(q_dtype, k_dtype):
+    generator = torch.Generator().manual_seed(2)
+    q, k = (torch.randn(*shape, generator=generator) for shape in ((5, 8, 128), (200, 128)))
+    q, k = (
+        (values * (1e5 if dtype is not FP8_DTYPE else 1)).to(dtype) for values, dtype in ((q, q_dtype), (k, k_dtype))
+    )
+    weights = torch.rand(5, 8, generator=generator)
+    logits = reference_logits(q, k, None, weights, *ranges(5, 200))
+    found = topk(q, k, None, weights, *ranges(5, 200), 25)
+    assert_selected(found, logits, *ranges(5, 200), 25, TOLERANCE * float(logits[logits.isfinite()].abs().max()))
 
 
 @pytest.mark.regression(16)

@@ -121,6 +121,8 @@ def topk(
                         PADDED=converts,
                         **_options(tile, some_q, some_k, block_q),
                     )
+                del some_q  # before the next piece takes memory
+            del some_k
         selector(logits, zeros[chunk.rows], lengths[chunk.rows], topk, out=result[chunk.rows])
     return result
 

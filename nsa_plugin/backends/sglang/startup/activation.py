@@ -48,6 +48,7 @@ class SglangProcess:
         portable: whether the ledger's entries for the portable path are applied.
         left: what is left to stock SGLang although the plugin is on, and why.
         stock_because: why the stock engine serves although the plugin is enabled (`why_stock`); "" if it does not.
+        too_old: why the portable path does not serve in this version of SGLang, if a model has sparse attention.
         sm: the SM version of the GPU, in a scheduler process with the plugin enabled; 0 without one.
         paths: SGLang's flags that the plugin has set: {setting: (flag, value)}; see `flags.run_portable`.
     """
@@ -61,6 +62,7 @@ class SglangProcess:
     portable: bool = False
     left: list[str] = field(default_factory=list)
     stock_because: str = ""
+    too_old: LeftToStockError | None = None
     sm: int = 0
     paths: dict[str, tuple[str, str]] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
@@ -157,11 +159,21 @@ class SglangProcess:
             return
         from nsa_plugin.backends.sglang.startup import flags, model
 
-        resolved, notes = flags.PassedFlags.read().resolve()
+        passed = flags.PassedFlags.read()
+        resolved, notes = passed.resolve()
         if not resolved.settings.enabled:
             return
-        self.resolved, self.notes = resolved, notes
         self.sm = sm = model.device_sm()
+        portable = model.is_portable(sm) or bool(sm and resolved.settings.portable == "on")
+        if portable:
+            resolved, notes = passed.resolve(portable=True)
+        self.resolved, self.notes = resolved, notes
+        if portable:
+            try:
+                check_portable_version(self.ledger.version, sm)
+            except LeftToStockError as error:
+                self.too_old, self.stock_because = error, str(error)
+                return  # as below
         if model.is_left(sm):
             # Nothing is patched. `leave_scheduler` checks the settings, once the model is known.
             self.stock_because = f"the GPU is SM{sm}"
@@ -170,8 +182,7 @@ class SglangProcess:
         with self._or_stock():
             if model.on_rocm():
                 raise LeftToStockError("nsa-plugin's kernels are for NVIDIA GPUs, and this PyTorch is for ROCm")
-            if model.is_portable(sm) or (sm and resolved.settings.portable == "on"):
-                check_portable_version(self.ledger.version, sm)
+            if portable:
                 needs, self.portable = (*needs, Need.PORTABLE), True
             self.statuses = self.ledger.install(*needs)
             self._refuse_copies()
@@ -258,9 +269,11 @@ class SglangProcess:
                 f"enabled, but {architecture} has no DeepSeek sparse attention (no index_topk in its configuration): "
                 "the plugin changes nothing"
             )
-        elif not self.stock_because or model.is_left(self.sm):
+        elif not self.stock_because or model.is_left(self.sm) or self.too_old is not None:
             with self._or_stock():
                 model.check_gpu(self.sm, self.resolved)
+                if self.too_old is not None:
+                    raise self.too_old
                 self.ledger.verify()
                 if self.serving is None and not self.left:
                     raise LeftToStockError(

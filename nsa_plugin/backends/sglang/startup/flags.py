@@ -37,7 +37,7 @@ LIBRARY_OF = {
 }
 
 
-GLM = "GlmMoeDsaForCausalLM"
+GLM, V4 = "GlmMoeDsaForCausalLM", "DeepseekV4"
 SM120_DTYPES = {"None": "fp8_e4m3", "auto": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "bf16": "bf16", "bfloat16": "bf16"}
 """What SGLang makes of --kv-cache-dtype on SM120."""
 SM90_PATHS = {"fp8_e4m3": ("flashmla_kv", "flashmla_kv"), "bf16": ("flashmla_sparse", "fa3")}
@@ -144,9 +144,11 @@ def run_portable(server_args: Any, config: Mapping[str, Any]) -> dict[str, tuple
     """
     dtype = SM120_DTYPES.get(str(getattr(server_args, "kv_cache_dtype", None)))
     architecture = (config.get("architectures") or [""])[0]
-    if dtype is None or (dtype == "fp8_e4m3" and architecture == GLM) or getattr(server_args, "enable_hisparse", False):
+    if dtype is None or (dtype == "fp8_e4m3" and architecture == GLM) or architecture.startswith(V4):
         return {}
-    if config.get("learnable_sink"):  # SGLang chooses for it whatever the GPU is
+    # SGLang chooses for these whatever the GPU is.
+    shared = (getattr(server_args, "dcp_size", None) or 1) > 1
+    if shared or config.get("learnable_sink") or getattr(server_args, "enable_hisparse", False):
         return {}
     found = {}
     for name, value in zip(BACKEND_OPS, SM90_PATHS[dtype], strict=True):
@@ -179,8 +181,11 @@ class PassedFlags:
     def write(self, environ: MutableMapping[str, str] | None = None) -> None:
         (os.environ if environ is None else environ)[VARIABLE] = json.dumps(asdict(self))
 
-    def resolve(self) -> tuple[ResolvedSettings, list[str]]:
+    def resolve(self, *, portable: bool = False) -> tuple[ResolvedSettings, list[str]]:
         """Resolve the settings from all sources; also return a note for each SGLang flag that cannot be honoured.
+
+        Args:
+            portable: the portable path serves, which attends in place of SGLang's own paths.
 
         Raises:
             SettingsError: an unknown name or a value that is not allowed, in any source.
@@ -189,6 +194,9 @@ class PassedFlags:
         notes: list[str] = []
         for name, (flag, value) in self.engine.items():
             library = LIBRARY_OF.get(value)
+            if portable and library in ("flash_mla", "fa3"):
+                notes.append(f"{flag} {value}: the portable path attends in its place")
+                continue
             if library in backends(name):
                 config[name] = library
             else:

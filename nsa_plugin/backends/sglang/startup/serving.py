@@ -101,7 +101,10 @@ class SglangServing:
         """
         refuse_trtllm(backend, device)
         model = shape_of(backend, model_runner)
-        if portable:
+        if portable and any(
+            path in PLANNED[model.kv_layout, prefill]
+            for prefill, path in zip((True, False), impls_of(backend).values(), strict=True)
+        ):
             providers = Providers(model.kv_layout, device.sm)
             device = tried(device, model, providers, torch.device(backend.device))
         validate(model, device, resolved.settings)

@@ -11,7 +11,7 @@ which):
              only, and zeros stand for the others up to `o_proj`, whose input takes the dense output
 
 Each step fails if SGLang did not run the others: a wrong result cannot go unnoticed. `why_whole` lists the servers on
-which no batch is split; by default that is every one (`split_prefill`): a split gained nothing where it was timed.
+which no batch is split; by default that is every one (`split_prefill`): less was gained with it where it was timed.
 """
 
 from __future__ import annotations

@@ -10,14 +10,14 @@ import pytest
 from packaging.version import Version
 
 from nsa_plugin.backends.common import trial
-from nsa_plugin.backends.sglang.startup import activation, flags, model, serving
+from nsa_plugin.backends.sglang.startup import activation, backend, flags, model, serving
 from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 from nsa_plugin.backends.sglang.startup.flags import PassedFlags
 from nsa_plugin.decision.dispatch import decide
 from nsa_plugin.decision.shapes import BatchShape, Phase
 from nsa_plugin.errors import LeftToStockError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
-from tests.backends.fake_sglang.scheduler import runner, start
+from tests.backends.fake_sglang.scheduler import picking, runner, scheduler, start
 
 V32 = {"index_topk": 2048, "architectures": ["DeepseekV32ForCausalLM"]}
 GLM = {"index_topk": 2048, "architectures": ["GlmMoeDsaForCausalLM"]}
@@ -63,7 +63,10 @@ def configured(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]) -> None:
         (GLM, {"kv_cache_dtype": "fp8_e4m3"}, NONE),
         (V32, {"kv_cache_dtype": "fp8_e5m2"}, NONE),
         (V32, {"enable_hisparse": True}, NONE),
+        (V32, {"dcp_size": 2}, NONE),
         (V32 | {"learnable_sink": True}, {"kv_cache_dtype": "bfloat16"}, NONE),
+        (V32 | {"architectures": ["DeepseekV4ForCausalLM"]}, {}, NONE),
+        (V32 | {"architectures": None}, {"kv_cache_dtype": None, "dcp_size": 1}, PACKED),
         ({"architectures": ["LlamaForCausalLM"]}, {}, NONE),
     ],
 )
@@ -101,6 +104,66 @@ def test_the_users_flag_stays(process: SglangProcess) -> None:
         process.check_before_serving(server_args)
     assert chosen(server_args) == PACKED | {"dsa_prefill_backend": "triton_sparse_mla"}
     assert PassedFlags.read().engine == {"prefill_backend": ("--dsa-prefill-backend", "triton_sparse_mla")}
+
+
+def test_a_later_server_s_flag_is_its_users(process: SglangProcess) -> None:
+    for _ in range(3):
+        server_args = arguments()
+        process.check_before_serving(server_args)
+        process.check_before_serving(server_args)
+        assert PassedFlags.read().engine == {}
+    process.check_before_serving(arguments(dsa_decode_backend="triton_sparse_mla"))
+    assert PassedFlags.read().engine == {"decode_backend": ("--dsa-decode-backend", "triton_sparse_mla")}
+
+
+def test_arguments_without_the_flags_stay_without(process: SglangProcess) -> None:
+    server_args = arguments()
+    for name in PACKED:
+        delattr(server_args, name)
+    process.check_before_serving(server_args)
+    assert not any(hasattr(server_args, name) for name in PACKED)
+
+
+def test_a_server_that_the_plugin_leaves_keeps_its_flags(
+    process: SglangProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server_args = arguments(use_ray=True)
+    process.check_before_serving(server_args)
+    assert chosen(server_args) == NONE
+
+    def unreadable(*given: Any, **more: Any) -> Any:
+        raise OSError("no such checkpoint")
+
+    monkeypatch.setattr("transformers.PretrainedConfig.get_config_dict", unreadable)
+    process.check_before_serving(server_args := arguments())
+    assert chosen(server_args) == NONE
+
+
+@pytest.mark.parametrize("path", ["flashmla_kv", "flashmla_auto"])
+def test_the_user_may_give_the_paths_that_are_extended(
+    process: SglangProcess, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    for name in ("warm_portable", "warm_dense", "warm", "_warm_selection"):
+        monkeypatch.setattr(serving, name, lambda *given: None)
+    monkeypatch.setattr("nsa_plugin.libraries.probe.probe", lambda: synthetic(120, libraries=("triton", "cuda")))
+    engine = {"prefill_backend": ("--dsa-prefill-backend", path)}
+    PassedFlags({"enabled": "true", "strict": "full"}, engine).write()
+    start(process, build=runner(scaled_fp8=True))
+    assert process.serving is not None
+    assert f"--dsa-prefill-backend {path}: the portable path attends in its place" in process.notes
+
+
+@pytest.mark.parametrize("strict", ["true", "full"])
+@pytest.mark.parametrize(("version", "sm"), [("0.5.22", 120), ("0.5.15", 86)])
+def test_a_model_without_sparse_attention_does_not_need_the_portable_path(
+    process: SglangProcess, monkeypatch: pytest.MonkeyPatch, version: str, sm: int, strict: str
+) -> None:
+    process.ledger.version = Version(version)
+    monkeypatch.setattr(model, "device_sm", lambda: sm)
+    PassedFlags({"enabled": "true", "strict": strict}, {}).write()
+    process.enter_scheduler()
+    process.leave_scheduler(scheduler(SimpleNamespace(architectures=["LlamaForCausalLM"])))
+    assert (process.left, process.statuses) == ([], ())
 
 
 @pytest.mark.parametrize("sm", [0, 86, 90, 100])
@@ -156,8 +219,8 @@ def test_other_projects_kernels_are_tried(
     start(process, build=runner(scaled_fp8=True))
     assert tried == ["flashinfer_sm120", "deep_gemm"]
     assert process.serving is not None
-    (backend,) = process.serving.backends
-    planner = backend.nsa_plugin.planner
+    (built,) = process.serving.backends
+    planner = built.nsa_plugin.planner
     attends = "cuda" if "flashinfer_sm120" in fails else "flashinfer_sm120"
     selects = "triton" if "deep_gemm" in fails else "deep_gemm"
     for phase, rows in ((Phase.EXTEND, 4096), (Phase.DECODE, 1)):
@@ -165,6 +228,21 @@ def test_other_projects_kernels_are_tried(
         constraints = planner.constraints(prefill=phase is Phase.EXTEND)
         plan = decide(planner.model, batch, planner.device, planner.settings, constraints=constraints)
         assert (plan.provider, plan.indexer.provider) == (attends, selects)
+
+
+def test_nothing_is_tried_where_sglang_keeps_its_kernels(
+    process: SglangProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(trial, "trial", lambda name, *given: tried.append(name) or "")
+    libraries = ("triton", "cuda", "deep_gemm", "flashinfer_sm120")
+    monkeypatch.setattr("nsa_plugin.libraries.probe.probe", lambda: synthetic(120, libraries=libraries))
+    process.enter_scheduler()
+    own = "flashinfer_sparse_mla"
+    built = backend.make(picking(own, own))(runner(scaled_fp8=True))
+    process.leave_scheduler(scheduler())
+    assert (built.nsa_plugin, tried) == (None, [])
+    assert any(own in reason for reason in process.left)
 
 
 def test_every_dtype_and_path_is_one_of_sglangs() -> None:
