@@ -205,8 +205,8 @@ class Settings:
         "off",
         lambda: SPLIT_MODES,
         "SGLang 0.5.16 and later, DeepSeek-V3.2 and GLM-5: short prompts attend densely even in a prefill with long "
-        "ones, and such a prefill runs eagerly. Off by default, because less was gained with it where it was timed. vLLM's "
-        "prefills are always decided request by request.",
+        "ones, and such a prefill runs eagerly. Off by default, because less was gained with it where it was timed. "
+        "vLLM's prefills are always decided request by request.",
     )
     fault: str = _choice(
         "none",
