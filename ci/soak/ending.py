@@ -18,7 +18,8 @@ from nsa_plugin.tools.serving.process import Server
 
 # Words in the titles of processes: vLLM's "VLLM::EngineCore", SGLang's "sglang::scheduler".
 WORKERS = ("EngineCore", "scheduler")
-_END_SECONDS, _GRACE_SECONDS, _IN_FLIGHT = 60.0, 15.0, 6
+# A worker that is in the middle of a step on a busy machine notices the end of the others after it.
+_END_SECONDS, _GRACE_SECONDS, _IN_FLIGHT = 60.0, 60.0, 6
 
 
 class NoWorkerError(Exception):
