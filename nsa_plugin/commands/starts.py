@@ -17,7 +17,7 @@ from nsa_plugin.backends.vllm.startup import model as vllm_model
 from nsa_plugin.commands.engines import Engine
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import LeftToStockError, NsaPluginError, SettingsError
-from nsa_plugin.libraries.architectures import EMULATED
+from nsa_plugin.libraries.architectures import EMULATED, is_sm120
 from nsa_plugin.libraries.devices import DeviceProfile, emulating
 from nsa_plugin.patches import sglang as sglang_ledger
 from nsa_plugin.patches import static
@@ -133,7 +133,7 @@ def _check_sglang(version: Version, model: ModelShape, device: DeviceProfile, *,
     """As the checks of SGLang's start."""
     if forced or sglang_model.is_portable(device.sm):
         sglang_start.check_portable_version(version, device.sm, forced=forced)
-    if sglang_model.is_sm120(device.sm) and (model.v_head_dim, model.kv_layout) == (GLM_V_HEAD_DIM, "v32_fp8"):
+    if is_sm120(device.sm) and (model.v_head_dim, model.kv_layout) == (GLM_V_HEAD_DIM, "v32_fp8"):
         raise LeftToStockError(GLM_FP8_ON_SM120)
     if forced and model.family == "v4":
         raise SettingsError(f"portable is on and cannot work here: {sglang_start.NO_PORTABLE_V4}; allowed here: auto")
@@ -160,11 +160,11 @@ def _vllm_condition(model: ModelShape, device: DeviceProfile, settings: Settings
     left = Condition(f"left to vLLM unless {flag} is given", (flag,))
     if v4:
         # Its layers choose by the real GPU: on SM120 FlashInfer's kernels.
-        return left if device.sm // 10 == 12 else None
+        return left if is_sm120(device.sm) else None
     used = in_use(device, settings)
     if vllm_model.is_portable(used.sm):
         chosen = (model.kv_layout, model.index_topk) == ("v32_fp8", choice.SM120_TOPK)
-        sm120 = used.sm // 10 == 12 and _vllm_has_backend(choice.SM120_BACKEND)
+        sm120 = is_sm120(used.sm) and _vllm_has_backend(choice.SM120_BACKEND)
         return left if chosen and sm120 else None
     if used.sm not in choice.BACKEND_SMS:
         return Condition(f"may be left to vLLM unless {flag} is given (V4 needs none)", (flag,))

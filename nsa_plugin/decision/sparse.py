@@ -17,6 +17,7 @@ from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, OPS, KernelLoad, Refusal, Route, first, unranked
 from nsa_plugin.decision.timings import TimeEstimate
 from nsa_plugin.errors import NoProviderError, SettingsError
+from nsa_plugin.libraries.architectures import is_sm120
 from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.manifest import MANIFEST
 
@@ -195,7 +196,7 @@ def _usual(
     else:
         upstream = (*flash_mla, trtllm)
     others = [Route(shape, library) for library in unranked(OPS[shape], known)]
-    if sm // 10 == 12:
+    if is_sm120(sm):
         # vLLM runs them there; the start-up trial has compared them with the plugin's.
         first = [route for route in others if route.library in UPSTREAM]
         upstream, others = (*first, *upstream), [route for route in others if route not in first]

@@ -95,6 +95,11 @@ def shared_memory_per_block(sm: int) -> int:
     return SHARED_MEMORY_PER_BLOCK.get(sm, _WITHOUT_OPT_IN) if sm else 0
 
 
+def is_sm120(sm: int) -> bool:
+    """Whether an SM version is of the SM120 family: SM120 or SM121."""
+    return sm // 10 == 12
+
+
 def name_of(sm: int) -> str:
     """The architecture in a sentence: "SM90" or "a CPU"."""
     return f"SM{sm}" if sm else "a CPU"

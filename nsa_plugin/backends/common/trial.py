@@ -17,6 +17,7 @@ from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.checks import FP8_DTYPE
 from nsa_plugin.kernels.kv_cache import allocate_cache
+from nsa_plugin.libraries.architectures import is_sm120
 from nsa_plugin.libraries.capabilities import SPARSE_OPS, Op
 from nsa_plugin.libraries.devices import DeviceProfile
 
@@ -41,7 +42,7 @@ def tried(device: DeviceProfile, model: ModelShape, providers: Providers, on: to
     Args:
         on: where to run the kernels.
     """
-    if device.sm // 10 != 12:
+    if not is_sm120(device.sm):
         return device
     for name, ops in TRIED.items():
         found = device.libraries.get(name)

@@ -91,11 +91,12 @@ def topk(
     tile = tiles_of(facts_of(q.device).architecture).logits
     block_q = _row_block(tile, heads)
     converts = _is_fp8(q, k) and not facts_of(q.device).native_fp8
+    most_keys, most_rows = (CONVERTED_KEYS, CONVERTED_ROWS) if converts else (keys, rows)
     for chunk, span in zip(chunks, spans, strict=True):
         logits = buffer[: chunk.num_rows * span].view(chunk.num_rows, span)
-        for key_part in _pieces(chunk.keys if converts else slice(0, keys), CONVERTED_KEYS if converts else keys):
+        for key_part in _pieces(chunk.keys if converts else slice(0, keys), most_keys):
             some_k = _converted(k[key_part], tile.block_n) if converts else _bytes(k)
-            for part in _pieces(chunk.rows, CONVERTED_ROWS if converts else rows):
+            for part in _pieces(chunk.rows, most_rows):
                 some_q = q[part].half() if converts else _bytes(q[part])
                 num_rows, first_row = part.stop - part.start, part.start - chunk.rows.start
                 row_blocks = ceil_div(num_rows, block_q)

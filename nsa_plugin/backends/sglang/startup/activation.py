@@ -110,13 +110,13 @@ class SglangProcess:
         from nsa_plugin.telemetry import check_files
 
         try:
-            if not model.configured_for_cpu(server_args) and model.is_left(sm := model.device_sm()):
+            sm = 0 if model.configured_for_cpu(server_args) else model.device_sm()
+            if model.is_left(sm):
                 if model.is_sparse(server_args):
                     model.check_gpu(sm, resolved)
                 return  # nothing is patched there
             _check_files(self.ledger.version)
             check_files(resolved.settings)
-            sm = 0 if model.configured_for_cpu(server_args) else model.device_sm()
             if resolved.settings.portable == "on":
                 check_portable_version(self.ledger.version, sm, forced=True)
             if getattr(server_args, "use_ray", False):
@@ -139,9 +139,9 @@ class SglangProcess:
             LeftToStockError: this SGLang is not served there.
         """
         from nsa_plugin.backends.sglang.startup import flags, model
-        from nsa_plugin.libraries.architectures import name_of
+        from nsa_plugin.libraries.architectures import is_sm120, name_of
 
-        if not model.is_sm120(sm) or not model.has_sparse_attention(config := model.config_of(server_args)):
+        if not is_sm120(sm) or not model.has_sparse_attention(config := model.config_of(server_args)):
             return
         check_portable_version(self.ledger.version, sm)
         # Arguments pass here as parsed and as SGLang's object: the second time the flags are still not the user's.
@@ -370,10 +370,9 @@ def check_portable_version(version: Version, sm: int, *, forced: bool = False) -
         sm: SM version of the GPU.
         forced: `portable` is on.
     """
-    from nsa_plugin.backends.sglang.startup import model
-    from nsa_plugin.libraries.architectures import name_of
+    from nsa_plugin.libraries.architectures import is_sm120, name_of
 
-    new = model.is_sm120(sm)
+    new = is_sm120(sm)
     supported = ledger_data.SUPPORTED_SM120 if new else ledger_data.SUPPORTED_PORTABLE
     where = f" on {name_of(sm)}" if new else ""
     if SpecifierSet(supported, prereleases=True).contains(version):

@@ -6,7 +6,7 @@ from typing import Any
 
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import LeftToStockError, NoProviderError, PatchError, SettingsError
-from nsa_plugin.libraries.architectures import FIRST_WITH_FP8, name_of
+from nsa_plugin.libraries.architectures import FIRST_WITH_FP8, is_sm120, name_of
 from nsa_plugin.patches.ledger import TURN_OFF
 from nsa_plugin.settings import BACKEND_OPS, ResolvedSettings
 
@@ -55,11 +55,6 @@ def device_sm() -> int:
 def is_portable(sm: int) -> bool:
     """Whether the portable path serves a GPU of SM version `sm`."""
     return 80 <= sm < 90 or is_sm120(sm)
-
-
-def is_sm120(sm: int) -> bool:
-    """Whether a GPU is of the SM120 family: SM120 or SM121."""
-    return sm // 10 == 12
 
 
 def is_left(sm: int) -> bool:

@@ -55,7 +55,7 @@ from nsa_plugin.decision.dispatch import validate
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import LeftToStockError, PatchError, SettingsError
-from nsa_plugin.libraries.architectures import FIRST_WITH_FP8
+from nsa_plugin.libraries.architectures import FIRST_WITH_FP8, is_sm120
 from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.libraries.probe import probe
 from nsa_plugin.patches.ledger import TURN_OFF, PatchStatus
@@ -235,7 +235,7 @@ class GpuServing(VllmServing):
             from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
             # vLLM's kernels for SM120 were not compared with the plugin's.
-            sm120 = planner.device.sm // 10 == 12 and hasattr(AttentionBackendEnum, SM120_BACKEND)
+            sm120 = is_sm120(planner.device.sm) and hasattr(AttentionBackendEnum, SM120_BACKEND)
             if sm120 and (planner.model.kv_layout, planner.model.index_topk) == ("v32_fp8", SM120_TOPK):
                 return
             if hasattr(AttentionBackendEnum, BF16_BACKEND) and (reason := kept_choice(planner)):
