@@ -147,21 +147,21 @@ DEVICE void named_arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
-#if HOPPER
-DEVICE void barrier_expect(u32 barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-
-DEVICE void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
-// As `named_sync`, and whether something holds for one of the threads.
+// Whether something holds for one of the threads, which meet as in `named_sync`.
 DEVICE bool named_or(int barrier, int threads, bool something) {
     u32 yes;
     asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q; }"
                  : "=r"(yes) : "r"(barrier), "r"(threads), "r"((u32)something) : "memory");
     return yes;
+}
+
+DEVICE void barrier_arrive(u32 barrier) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" :: "r"(barrier) : "memory");
+}
+
+#if HOPPER
+DEVICE void barrier_expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
 // Registers that this warp's group of four takes from the block's, or leaves to it.

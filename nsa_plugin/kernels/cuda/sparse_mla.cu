@@ -112,8 +112,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     // its result in a uniform register, with what is made of it.
     int warp = __reduce_max_sync(~0u, threadIdx.x >> 5), lane = __shfl_sync(~0u, threadIdx.x, threadIdx.x) & 31;
     constexpr int ROW_HEADS = HEADS / GROUP;
-    int row = blockIdx.x, first_head = ROW_HEADS * blockIdx.y;
-    int own_heads = min(ROW_HEADS, heads - first_head);
+    int team = warp % WARPS / MEMBERS, member = warp % MEMBERS;
+    Team& own = shared.teams[team];
+    int row = blockIdx.x, first_head = ROW_HEADS * (TEAMS * blockIdx.y + team);
+    int own_heads = min(ROW_HEADS, heads - first_head);  // a last block's second team may have none
 #if GROUP > 1
     int first_row = row * GROUP, own_rows = min(GROUP, rows - first_row);
 #else
@@ -156,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = copier * COPIES + lane % COPIES;
     auto copy = [&](int block, int slot) {
 #if GROUP > 1
-        if (lane < COPIES) shared.members[(u32)(block - begin) % STAGES][i] = (u8)((u32)slot >> SLOT_BITS);
+        if (lane < COPIES) shared.selectors[(u32)(block - begin) % STAGES][i] = (u8)((u32)slot >> SLOT_BITS);
         slot &= SLOT_MASK;
 #endif
         const u8* nothing = shared.nothing[i];
@@ -167,14 +169,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #pragma unroll
     for (int k = 0; k < STAGES; ++k) slots[k] = copies ? entry_of(begin + k, i, given) : -1;
     int final = begin < end ? entry_of(end - 1, threadIdx.x % KEYS, given) : -1;
-    Part part(warp % WARPS);
+    Part part(team, member);
     RawQuery raw;
     if (multiplies)
         read_query(raw, q + first_row * q_row_stride + first_head * q_head_stride, q_row_stride, q_head_stride, own_rows,
                    own_heads, part, lane);
 #if !PRODUCERS
     if (begin < end) copy(begin, slots[0]);
-    find_largest(shared, raw, part, lane);
+    find_largest(own, raw, part, lane);
 #endif
     if (!__syncthreads_or(counts(end - 1, final)) && begin + 1 < end)
         end = end_of_entries(begin, end, shared.last, multiplies, warp, lane,
@@ -198,12 +200,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         if (is_cluster) cluster_meet(), cluster_part();
         return;
     }
-    find_largest(shared, raw, part, lane);
-    meet();
+    find_largest(own, raw, part, lane);
+    meet(team);
 #endif
     Query query;
-    keep_query(shared, query, raw, part, scale_log2, lane);
-    meet();
+    keep_query(own, query, raw, part, scale_log2, lane);
+    meet(team);
     float o[VALUE_TILES][NT][4] = {};
     State state;
     state.start();
@@ -212,53 +214,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     for (int block = begin; block < end; ++block) {
         int step = block - begin, stage = (u32)step % STAGES;
         // With many heads, addresses are made anew in every step: registers do not suffice to keep them.
-        if constexpr (!HOPPER && NT > 2) asm volatile("" : "+r"(lane), "+r"(warp));
+        if constexpr (!HOPPER && NT > 2) asm volatile("" : "+r"(lane), "+r"(member));
         barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);
-        multiply_queries(shared, stage, query, part, lane);
-        // S is there, and nobody reads P or the stage before any more.
-        meet();
-        if (!PRODUCERS && step && block + STAGES - 1 < end) {
-            copy(block + STAGES - 1, next);
-            next = slot_of(block + STAGES, i);
+        multiply_queries(shared, own, stage, query, part, lane);
+        // S is there, and nobody of the team reads P or the stage before any more.
+        meet(team);
+        if (!PRODUCERS && step >= SLACK && block + STAGES - SLACK < end) {
+            u32 freed = step - SLACK;
+            if (EMPTIES) barrier_wait(shared_address(&shared.empty[freed % STAGES]), freed / STAGES & 1);
+            copy(block + STAGES - SLACK, next);
+            next = slot_of(block + STAGES - SLACK + 1, i);
         }
         u32 factors;
         float reference_change;
-        bool changed = exponentiate(shared, stage, state, warp, lane, factors, reference_change);
-        changed = meet_or(changed);  // P is there, and nobody reads S any more
-        multiply_values(shared, stage, o, changed, reference_change, factors, warp, lane);
-#if PRODUCERS
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
-#endif
+        bool changed = exponentiate(shared, own, stage, state, member, lane, factors, reference_change);
+        changed = meet_or(team, changed);  // P is there, and nobody reads S any more
+        multiply_values(shared, own, stage, o, changed, reference_change, factors, member, lane);
+        if (EMPTIES) {
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+        }
     }
 
-    meet();
+    meet(team);
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
-        int column = column_of(warp, lane, j), head = query_of(column) < own_rows ? head_of(column) : own_heads;
+        int column = column_of(member, lane, j), head = query_of(column) < own_rows ? head_of(column) : own_heads;
         float sum = sum_of_lanes<LANES>(state.sum[j]), largest = max_of_lanes<LANES>(state.largest[j]);
         if (lane % LANES == 0) {
             float total = state.anchor[j] + log2_approx(sum);  // -inf where there is nothing
             float weight = sum == 0.f ? 0.f : 1.f / sum;
             i64 at = (i64)(first_row + query_of(column)) * heads + first_head + head;
             Share share = {sum == 0.f ? -infinity() : total, largest};
-            if (is_cluster) own_shares(shared)[column] = share;
+            if (is_cluster) own_shares(own)[column] = share;
             else if (head < own_heads && !is_whole) partials[(i64)own_share * gridDim.x * heads + at] = share;
             else if (head < own_heads) {
                 if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * LOG2_E - total);
                 lse[at] = sum == 0.f ? infinity() : total * LN_2;
                 max_logits[at] = largest * LN_2;
             }
-            shared.alpha[column] = weight;
+            own.alpha[column] = weight;
         }
     }
-    meet();
+    meet(team);
 
     int g = lane >> 2, t = lane & 3;
     // Exponents reach 127 + 1, which is not a finite float32: applied in two halves.
     float reference = power_of_two(state.reference / 2);
     float rest = power_of_two(state.reference - state.reference / 2) * (1.f / VALUE_UNIT);
-    bool is_rope = LAYOUT == 1 && warp == 7;
+    bool is_rope = LAYOUT == 1 && member == 7;
     if (is_rope) reference = rest = 1.f;
     float* own_out = (float*)shared.records;
 #pragma unroll
@@ -267,12 +271,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         for (int i = 0; i < 2; ++i) {
             int column = n * 8 + 2 * t + i, query = query_of(n * 8), head = head_of(n * 8) + 2 * t + i;
             if (query >= own_rows || head >= own_heads) continue;
-            float weight = shared.alpha[column];
+            float weight = own.alpha[column];
 #pragma unroll
             for (int m = 0; m < VALUE_TILES; ++m) {
                 float lower = weight != 0.f ? o[m][n][i] * weight * reference * rest : 0.f;
                 float upper = weight != 0.f ? o[m][n][i + 2] * weight * reference * rest : 0.f;
-                int value = warp * (16 * VALUE_TILES) + m * 16 + (is_rope ? g : 2 * g), step = is_rope ? 8 : 1;
+                int value = member * (16 * VALUE_TILES) + m * 16 + (is_rope ? g : 2 * g), step = is_rope ? 8 : 1;
                 if (!is_whole) {
                     auto put = [&](float* to) {
                         if (is_rope) to[0] = lower, to[8] = upper;
@@ -295,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #if HOPPER
     if (!is_cluster) return;
 
-    add_up_row(shared, row, first_head, own_heads, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits, warp,
+    add_up_row(shared, own, row, first_head, own_heads, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits, warp,
                lane);
 #endif
 }

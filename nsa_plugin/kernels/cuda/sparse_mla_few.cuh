@@ -12,11 +12,17 @@
 #ifndef STAGES
 #define STAGES 2  // steps in shared memory
 #endif
+#ifndef TEAMS
+#define TEAMS 1  // of a block's warps, each with heads of its own: while one team exponentiates, another multiplies
+#endif
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 2  // blocks of an SM
 #endif
 #ifndef PRODUCERS
 #define PRODUCERS 0  // 4: so many warps more copy, for a block that has an SM alone: a warp that starts copies waits for them
+#endif
+#ifndef LANE_KEYS
+#define LANE_KEYS 2  // neighbouring keys that a lane exponentiates
 #endif
 #ifndef FLAT
 #define FLAT 0  // pages follow each other without a gap, and so do the records in them
@@ -27,33 +33,39 @@
 
 constexpr int WARPS = 8;                        // that multiply
 constexpr int THREADS = 32 * (WARPS + PRODUCERS);
-constexpr int HEADS = 8 * NT;
-constexpr int VALUE_TILES = D_V / WARPS / 16;   // tiles of 16 values a warp, in the second product
+constexpr int MEMBERS = WARPS / TEAMS;          // warps of a team
+constexpr int HEADS = 8 * NT;                   // of a team
+constexpr int VALUE_TILES = D_V / MEMBERS / 16;  // tiles of 16 values a warp, in the second product
 constexpr int COPIERS = PRODUCERS ? PRODUCERS : WARPS;  // warps that copy
 constexpr int COPIES = KEYS / COPIERS;          // records that one of them copies
+constexpr int LANES = KEYS / LANE_KEYS;   // lanes that exponentiate a column of S
+constexpr int COLUMNS = HEADS * LANES / (32 * MEMBERS);  // columns of S that a lane exponentiates
 constexpr int S_STRIDE = KEYS + 4;  // floats between heads of S: lanes of a warp's store fall into 32 banks
 constexpr int P_STRIDE = KEYS + 8;  // halves between heads of P: 8 rows of a matrix in 32 banks
 constexpr int O_STRIDE = 516;       // floats between heads of a share's output in shared memory
-static_assert(HOPPER || !PRODUCERS, "barriers that threads arrive at are SM90's");
+constexpr int SLACK = STAGES > TEAMS ? TEAMS : STAGES - 1;  // steps behind this one whose stages are filled again
+constexpr bool EMPTIES = PRODUCERS || TEAMS > 1;  // whether warps say that they have read a stage; else the block meets
+static_assert(HEADS * LANES % (32 * MEMBERS) == 0, "warps take whole columns");
+static_assert(HOPPER || !PRODUCERS, "warps that only copy leave their registers to others on SM90");
+static_assert(TEAMS == 1 || (!PRODUCERS && STAGES > 1), "a team copies while another reads");
 
 // Row of shared memory of position 2 l + i of a block: see sparse_mla.cu.
 DEVICE int row_of(int l, int i) { return (l & 24) << 1 | i << 3 | ((l & 7) ^ i << 2); }
 
-// The warps that multiply meet; and find out whether something holds for one of their threads.
-// The named barriers below these are `Part::barrier`'s.
-DEVICE void meet() {
-#if PRODUCERS
-    named_sync(14, 32 * WARPS);
-#else
-    __syncthreads();
-#endif
+// The columns of S that a lane of a team's warp exponentiates.
+DEVICE int column_of(int member, int lane, int j) {
+    return LANES == 32 ? member + MEMBERS * j : member + MEMBERS * (j * (32 / LANES) + lane / LANES);
 }
-DEVICE bool meet_or(bool something) {
-#if PRODUCERS
-    return named_or(15, 32 * WARPS, something);
-#else
-    return __syncthreads_or(something);
-#endif
+
+// The warps of a team meet; and find out whether something holds for one of their threads.
+// The named barriers below these are `Part::barrier`'s.
+DEVICE void meet(int team) {
+    if constexpr (EMPTIES) named_sync(16 - 2 * TEAMS + team, 32 * MEMBERS);
+    else __syncthreads();
+}
+DEVICE bool meet_or(int team, bool something) {
+    if constexpr (EMPTIES) return named_or(16 - TEAMS + team, 32 * MEMBERS, something);
+    else return __syncthreads_or(something);
 }
 
 // By a thread for each stage: its records have arrived, and nobody reads them any more.
@@ -61,9 +73,7 @@ template <typename Memory>
 DEVICE void init_barriers(Memory& shared, int arrivals) {
     if (threadIdx.x < STAGES) {
         barrier_init(shared_address(&shared.full[threadIdx.x]), arrivals);
-#if PRODUCERS
-        barrier_init(shared_address(&shared.empty[threadIdx.x]), WARPS);
-#endif
+        if (EMPTIES) barrier_init(shared_address(&shared.empty[threadIdx.x]), WARPS);
 #if HOPPER
         show_writes();
 #endif
@@ -94,10 +104,11 @@ DEVICE void copy_in_bulk(Memory& shared, int stage, int copier, u32 full) {
 // whether entry i of a block does. For all warps; the last block is known to be empty.
 template <typename Counts>
 DEVICE int end_of_entries(int begin, int end, int (&found)[WARPS], bool multiplies, int warp, int lane, Counts counts) {
-    constexpr int READERS = KEYS / 32;  // warps that read a block's slots
+    // Warps that read a block's slots, or blocks whose slots a warp reads.
+    constexpr int READERS = KEYS > 32 ? KEYS / 32 : 1, READ = KEYS < 32 ? 32 / KEYS : 1;
     int last = begin;
-    for (int b = begin + 1 + warp / READERS; b < end - 1; b += WARPS / READERS)
-        if (counts(b, warp % READERS * 32 + lane)) last = b;
+    for (int b = begin + 1 + warp / READERS * READ + lane / KEYS; b < end - 1; b += WARPS / READERS * READ)
+        if (counts(b, warp % READERS * 32 + lane % KEYS)) last = b;
     last = (int)__reduce_max_sync(~0u, (u32)last);
     if (lane == 0 && multiplies) found[warp] = last;
     __syncthreads();
@@ -134,18 +145,18 @@ struct Softmax {
 };
 
 // What a block of a cluster knows of its share, by head, where S was.
-template <typename Memory>
-DEVICE Share* own_shares(Memory& shared) { return (Share*)shared.s; }
+template <typename Own>
+DEVICE Share* own_shares(Own& own) { return (Share*)own.s; }
 
 #if HOPPER
 // The results of a row whose shares are a cluster. For the warps that multiply; those that copy meet and part alone.
-template <typename Memory>
-DEVICE void add_up_row(Memory& shared, int row, int first_head, int own_heads, int heads, const float* sink, u8* out,
+template <typename Memory, typename Own>
+DEVICE void add_up_row(Memory& shared, Own& own, int row, int first_head, int own_heads, int heads, const float* sink, u8* out,
                        i64 out_row_stride, i64 out_head_stride, float* lse, float* max_logits, int warp, int lane) {
     cluster_meet();
     i64 at = (i64)row * heads + first_head;
     int size = OUT_FLOAT32 ? 4 : 2;
-    add_up_cluster(gridDim.z, blockIdx.z, WARPS, own_heads, own_shares(shared), (float*)shared.records, O_STRIDE,
+    add_up_cluster(gridDim.z, blockIdx.z, WARPS, own_heads, own_shares(own), (float*)shared.records, O_STRIDE,
                    sink ? sink + first_head : nullptr, out + (row * out_row_stride + first_head * out_head_stride) * size,
                    out_head_stride, lse + at, max_logits + at, warp, lane);
     cluster_part();  // no block leaves while another reads its shared memory

@@ -12,26 +12,31 @@
 // Positions and rows: positions 2 l and 2 l + 1 of S and P, l = 8 T + g, belong to rows 16 T + g and
 // 16 T + 8 + (g ^ 4) of shared memory, for the same reasons.
 
+#define LANE_KEYS (KEYS == 32 && TEAMS == 1 ? 1 : 2)
 #include "sparse_mla_few.cuh"
 
-constexpr int KEY_TILES = KEYS / 2 / 16;       // tiles of 16 keys a warp, in the first product: half of the keys
+constexpr int KEY_PARTS = MEMBERS / 4;         // of the keys, in the first product
+constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, there
 constexpr int STEPS = 9;                       // of 16 values, of a quarter
-constexpr int LANE_KEYS = KEYS / 32;           // keys that a lane exponentiates
 constexpr int COPIED = 1152;                   // bytes of a row
 constexpr int ROW = 1168;                      // bytes between rows in shared memory: 16 modulo 128
 constexpr int ARRIVALS = HOPPER ? COPIERS : 32 * COPIERS;  // on a stage's barrier, by a filling
 constexpr int CHAINS = NT * KEY_TILES == 1 ? 3 : 1;  // sums that a tile of S is made in: none waits for another
-static_assert(KEYS == 32 || KEYS == 64, "a lane exponentiates one or two keys");
 
-struct Shared {
-    alignas(128) u8 records[STAGES][KEYS * ROW];
+// Of one team.
+struct Team {
     alignas(16) float s[4][HEADS * S_STRIDE];
     alignas(16) u16 p[HEADS * P_STRIDE];
     alignas(16) float alpha[HEADS];       // of the output so far, by this step's keys
+};
+
+struct Shared {
+    alignas(128) u8 records[STAGES][KEYS * ROW];
+    Team teams[TEAMS];
     alignas(16) u64 from[COPIERS][COPIES];  // where the rows are that a warp copies next
     const u8* nothing[KEYS];              // what is copied for entries that do not count
     alignas(8) u64 full[STAGES];          // a stage's rows have arrived
-    u64 empty[STAGES];                    // nobody reads them any more; for producers
+    u64 empty[STAGES];                    // nobody reads them any more: see EMPTIES
     int last[WARPS];                      // blocks that a warp found entries in
     u8 valid[STAGES][KEYS];
 };
@@ -83,10 +88,11 @@ DEVICE void read_query(u32 (&query)[STEPS][NT][2], const u16* q, i64 head_stride
 }
 
 // S of a warp's keys over a quarter of their values.
-DEVICE void multiply_queries(Shared& shared, int stage, const u32 (&query)[STEPS][NT][2], int quarter, int half, int lane) {
+DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const u32 (&query)[STEPS][NT][2], int quarter, int part,
+                             int lane) {
     int g = lane >> 2, t = lane & 3, matrix = lane >> 3;
     // Lanes 16 T + g and 16 T + 8 + g of a fragment are positions 2 l and 2 l + 1: see row_of.
-    u32 address = shared_address(shared.records[stage]) + (half * (KEYS / 2) + row_of(lane & 7, matrix & 1)) * ROW +
+    u32 address = shared_address(shared.records[stage]) + (part * (KEY_TILES * 16) + row_of(lane & 7, matrix & 1)) * ROW +
                   quarter * (32 * STEPS) + (matrix >> 1) * 16;
     float sum[CHAINS][KEY_TILES][NT][4] = {};
 #pragma unroll
@@ -109,23 +115,25 @@ DEVICE void multiply_queries(Shared& shared, int stage, const u32 (&query)[STEPS
 #pragma unroll
                 for (int c = 1; c < CHAINS; ++c) x[i] += sum[c][m][n][i];
             }
-            float* s = shared.s[quarter] + (n * 8 + 2 * t) * S_STRIDE + half * (KEYS / 2) + m * 16 + 2 * g;
+            float* s = own.s[quarter] + (n * 8 + 2 * t) * S_STRIDE + part * (KEY_TILES * 16) + m * 16 + 2 * g;
             *(float2*)s = make_float2(x[0], x[2]);
             *(float2*)(s + S_STRIDE) = make_float2(x[1], x[3]);
         }
 }
 
 // P of the step's keys. Returns whether the output so far has to be multiplied by anything but 1 before it grows.
-DEVICE bool exponentiate(Shared& shared, int stage, Softmax<NT>& state, float scale_log2, int warp, int lane) {
-    float logits[NT][LANE_KEYS];
+DEVICE bool exponentiate(const Shared& shared, Team& own, int stage, Softmax<COLUMNS>& state, float scale_log2, int member,
+                         int lane) {
+    float logits[COLUMNS][LANE_KEYS];
     bool valid[LANE_KEYS], exceeds = false;
+    int l = lane % LANES;
     if constexpr (LANE_KEYS == 1) valid[0] = shared.valid[stage][row_of(lane >> 1, lane & 1)];
     else
 #pragma unroll
-        for (int i = 0; i < LANE_KEYS; ++i) valid[i] = shared.valid[stage][row_of(lane, i)];
+        for (int i = 0; i < LANE_KEYS; ++i) valid[i] = shared.valid[stage][row_of(l, i)];
 #pragma unroll
-    for (int j = 0; j < NT; ++j) {
-        const float* s = shared.s[0] + (warp + WARPS * j) * S_STRIDE + LANE_KEYS * lane;
+    for (int j = 0; j < COLUMNS; ++j) {
+        const float* s = own.s[0] + column_of(member, lane, j) * S_STRIDE + LANE_KEYS * l;
         float part[4][LANE_KEYS], largest = -infinity();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
@@ -143,31 +151,33 @@ DEVICE bool exponentiate(Shared& shared, int stage, Softmax<NT>& state, float sc
         state.largest[j] = fmaxf(state.largest[j], largest);
         exceeds |= largest > state.anchor[j] + ANCHOR_STEP;
     }
-    float alpha[NT];
+    float alpha[COLUMNS];
 #pragma unroll
-    for (int j = 0; j < NT; ++j) alpha[j] = 1.f;
+    for (int j = 0; j < COLUMNS; ++j) alpha[j] = 1.f;
     bool changed = __any_sync(~0u, exceeds);
-    if (changed) state.raise_anchors<32>(alpha);
+    if (changed) state.raise_anchors<LANES>(alpha);
 #pragma unroll
-    for (int j = 0; j < NT; ++j) {
+    for (int j = 0; j < COLUMNS; ++j) {
         float p[LANE_KEYS];
+        int column = column_of(member, lane, j);
 #pragma unroll
         for (int i = 0; i < LANE_KEYS; ++i) state.sum[j] += p[i] = exp2_approx(logits[j][i] - state.anchor[j]);
-        if (lane == 0) shared.alpha[warp + WARPS * j] = alpha[j];
-        u16* to = shared.p + (warp + WARPS * j) * P_STRIDE + LANE_KEYS * lane;
+        if (l == 0) own.alpha[column] = alpha[j];
+        u16* to = own.p + column * P_STRIDE + LANE_KEYS * l;
         if constexpr (LANE_KEYS == 1) *to = (u16)pack_bf16(p[0], 0.f);
         else *(u32*)to = pack_bf16(p[0], p[1]);
     }
     return changed;
 }
 
-// O of a warp's 64 values of every row.
-DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][NT][4], bool changed, int warp, int lane) {
+// O of a warp's values of every row.
+DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, float (&o)[VALUE_TILES][NT][4], bool changed,
+                            int member, int lane) {
     int t = lane & 3, matrix = lane >> 3, j = lane & 7;
     if (changed) {
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-            float2 alpha = *(const float2*)(shared.alpha + n * 8 + 2 * t);
+            float2 alpha = *(const float2*)(own.alpha + n * 8 + 2 * t);
 #pragma unroll
             for (int m = 0; m < VALUE_TILES; ++m)
 #pragma unroll
@@ -175,11 +185,11 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][N
         }
     }
     // Of one tile of heads a load brings two steps of 16 keys, of more two tiles.
-    u32 p_address = shared_address(shared.p) + j * P_STRIDE * 2 + (matrix & 1) * 16 +
+    u32 p_address = shared_address(own.p) + j * P_STRIDE * 2 + (matrix & 1) * 16 +
                     (matrix >> 1) * (NT > 1 ? 8 * P_STRIDE * 2 : 32);
     // Position 16 k + 8 (matrix & 1) + j lies k tiles of 16 rows on.
     int row = row_of((matrix & 1) * 4 + (j >> 1), j & 1);
-    u32 v_address = shared_address(shared.records[stage]) + row * ROW + warp * (32 * VALUE_TILES) + (matrix >> 1) * 16;
+    u32 v_address = shared_address(shared.records[stage]) + row * ROW + member * (32 * VALUE_TILES) + (matrix >> 1) * 16;
     u32 b[KEYS / 16][NT][2];
 #pragma unroll
     for (int k = 0; k < KEYS / 16; ++k) {
@@ -217,7 +227,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     Shared& shared = *(Shared*)memory;
     // Both in ways that the compiler cannot repeat, as it would rather than keep them in registers.
     int warp = __reduce_max_sync(~0u, threadIdx.x >> 5), lane = __shfl_sync(~0u, threadIdx.x, threadIdx.x) & 31;
-    int row = blockIdx.x, first_head = HEADS * blockIdx.y, own_heads = min(HEADS, heads - first_head);
+    int team = warp % WARPS / MEMBERS, member = warp % MEMBERS;
+    Team& own = shared.teams[team];
+    int row = blockIdx.x, first_head = HEADS * (TEAMS * blockIdx.y + team);
+    int own_heads = min(HEADS, heads - first_head);  // a last block's second team may have none
 
     int length = scope_length(scope, row);
     int all = (length + KEYS - 1) / KEYS, share = (all + gridDim.z - 1) / gridDim.z;
@@ -244,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
 #pragma unroll
     for (int k = 0; k < STAGES; ++k) slots[k] = copies ? slot_of(begin + k, i) : -1;
     int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
-    int quarter = warp & 3, half = warp >> 2;
+    int quarter = member & 3, part = member >> 2;
     u32 query[STEPS][NT][2];
     auto read = [&]() {
         read_query(query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, quarter, lane);
@@ -279,79 +292,86 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     read();
 #endif
     float o[VALUE_TILES][NT][4] = {};
-    Softmax<NT> state;
+    Softmax<COLUMNS> state;
     state.start();
 
     for (int block = begin; block < end; ++block) {
         barrier_wait(shared_address(&shared.full[stage]), parity);
-        multiply_queries(shared, stage, query, quarter, half, lane);
-        // S is there, and nobody reads P or the stage before any more.
-        meet();
-        if (!PRODUCERS && block > begin && block + STAGES - 1 < end) {
-            copy(block + STAGES - 1, stage ? stage - 1 : STAGES - 1, next);
-            next = slot_of(block + STAGES, i);
+        multiply_queries(shared, own, stage, query, quarter, part, lane);
+        // S is there, and nobody of the team reads P or the stage before any more.
+        meet(team);
+        if (!PRODUCERS && block - begin >= SLACK && block + STAGES - SLACK < end) {
+            int freed = stage >= SLACK ? stage - SLACK : stage - SLACK + STAGES;
+            if (EMPTIES) barrier_wait(shared_address(&shared.empty[freed]), stage >= SLACK ? parity : parity ^ 1);
+            copy(block + STAGES - SLACK, freed, next);
+            next = slot_of(block + STAGES - SLACK + 1, i);
         }
-        bool changed = exponentiate(shared, stage, state, scale_log2, warp, lane);
-        changed = meet_or(changed);  // P is there, and nobody reads S any more
-        multiply_values(shared, stage, o, changed, warp, lane);
-#if PRODUCERS
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
-#endif
+        bool changed = exponentiate(shared, own, stage, state, scale_log2, member, lane);
+        changed = meet_or(team, changed);  // P is there, and nobody reads S any more
+        multiply_values(shared, own, stage, o, changed, member, lane);
+        if (EMPTIES) {
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+        }
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 
-    meet();
+    meet(team);
 #pragma unroll
-    for (int j = 0; j < NT; ++j) {
-        int head = warp + WARPS * j;
-        float sum = warp_sum(state.sum[j]), largest = warp_max(state.largest[j]);
-        if (lane == 0) {
+    for (int j = 0; j < COLUMNS; ++j) {
+        int head = column_of(member, lane, j);
+        float sum = sum_of_lanes<LANES>(state.sum[j]), largest = max_of_lanes<LANES>(state.largest[j]);
+        if (lane % LANES == 0) {
             float total = state.anchor[j] + log2_approx(sum);  // -inf where there is nothing
             float weight = sum == 0.f ? 0.f : 1.f / sum;
             i64 at = (i64)row * heads + first_head + head;
-            Share own = {sum == 0.f ? -infinity() : total, largest};
-            if (is_cluster) own_shares(shared)[head] = own;
-            else if (head < own_heads && !is_whole) partials[(i64)own_share * gridDim.x * heads + at] = own;
+            Share found = {sum == 0.f ? -infinity() : total, largest};
+            if (is_cluster) own_shares(own)[head] = found;
+            else if (head < own_heads && !is_whole) partials[(i64)own_share * gridDim.x * heads + at] = found;
             else if (head < own_heads) {
                 if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * LOG2_E - total);
                 lse[at] = sum == 0.f ? infinity() : total * LN_2;
                 max_logits[at] = largest * LN_2;
             }
-            shared.alpha[head] = weight;
+            own.alpha[head] = weight;
         }
     }
-    meet();
+    meet(team);
 
-    // The output passes through shared memory, where a cluster reads it, and from which rows are written in one piece.
+    // The output passes through shared memory, where a cluster reads it, and from which rows are written in one piece: of
+    // one team at a time, once nobody reads records there.
     int g = lane >> 2, t = lane & 3;
     float* own_out = (float*)shared.records;
+#pragma unroll 1
+    for (int turn = 0; turn < TEAMS; ++turn) {
+        if (TEAMS > 1) __syncthreads();
+        if (turn != team) continue;
 #pragma unroll
-    for (int n = 0; n < NT; ++n)
+        for (int n = 0; n < NT; ++n)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            int head = n * 8 + 2 * t + i;
-            float weight = shared.alpha[head];
+            for (int i = 0; i < 2; ++i) {
+                int head = n * 8 + 2 * t + i;
+                float weight = own.alpha[head];
 #pragma unroll
-            for (int m = 0; m < VALUE_TILES; ++m) {
-                float* at = own_out + head * O_STRIDE + warp * (16 * VALUE_TILES) + m * 16 + g;
-                at[0] = weight != 0.f ? o[m][n][i] * weight : 0.f;
-                at[8] = weight != 0.f ? o[m][n][i + 2] * weight : 0.f;
+                for (int m = 0; m < VALUE_TILES; ++m) {
+                    float* at = own_out + head * O_STRIDE + member * (16 * VALUE_TILES) + m * 16 + g;
+                    at[0] = weight != 0.f ? o[m][n][i] * weight : 0.f;
+                    at[8] = weight != 0.f ? o[m][n][i + 2] * weight : 0.f;
+                }
             }
-        }
-    // From here on a warp takes a head and a quarter of its values.
-    if (!is_cluster) {
-        meet();
-        for (int k = warp; k < own_heads * 4; k += WARPS) {
+        if (is_cluster) break;
+        // From here on a warp takes a head and a quarter of its values.
+        meet(team);
+        for (int k = member; k < own_heads * 4; k += MEMBERS) {
             int head = k / 4, value = (k % 4) * 128 + lane * 4;
             float4 x = *(const float4*)(own_out + head * O_STRIDE + value);
             if (is_whole) write_values(out, row * out_row_stride + (first_head + head) * out_head_stride + value, x);
             else *(float4*)(partial_out + (((i64)own_share * gridDim.x + row) * heads + first_head + head) * D_V + value) = x;
         }
-        return;
     }
 #if HOPPER
-    add_up_row(shared, row, first_head, own_heads, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits, warp,
+    if (!is_cluster) return;
+    add_up_row(shared, own, row, first_head, own_heads, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits, warp,
                lane);
 #endif
 }
