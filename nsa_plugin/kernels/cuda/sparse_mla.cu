@@ -28,6 +28,9 @@
 #include "gate.cuh"
 #include "sparse_mla_steps.cuh"
 
+#ifndef GIVEN
+#define GIVEN 0
+#endif
 struct Entry {
     const u8* record;
     const u8* scales;  // v4_fp8 only
@@ -57,31 +60,22 @@ DEVICE Entry find_entry(const Scope& first, const Scope& second, bool is_first, 
 #endif
 }
 
-// A warp copies COPIES records; lane l knows where record l % COPIES of them lies.
+// A warp copies COPIES records; a lane knows where `known_record` of them lies.
 DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const Entry& entry) {
     u32 full = shared_address(&shared.full[stage]);
 #if LAYOUT == 1
-    if (lane < COPIES) {
-        int r = copier * COPIES + lane;
+    if (is_first_knower(lane)) {
+        int r = copier * COPIES + known_record(lane);
         shared.valid[stage][r] = entry.valid;
         copy_8_bytes(shared_address(&shared.scales[stage][r]), entry.scales, full);
     }
 #endif
+#if !HOPPER
+    copy_in_pieces<COPIED, ROW>(shared, stage, copier, lane, entry.record, full);
+#else
     __syncwarp();  // nobody reads those of the copies before any more
     if (lane < COPIES) shared.from[copier][lane] = (u64)entry.record;
     __syncwarp();
-#if !HOPPER
-    u32 to = shared_address(&shared.records[stage][copier * COPIES * ROW]);
-    constexpr int REST = COPIED / 16 - 32, RESTS = (COPIES * REST + 31) / 32;  // pieces of 16 bytes beyond 32 of a record
-#pragma unroll
-    for (int k = 0; k < COPIES; ++k) copy_16_bytes(to + k * ROW + lane * 16, (const u8*)shared.from[copier][k] + lane * 16);
-#pragma unroll
-    for (int k = 0; k < RESTS; ++k) {
-        int piece = k * 32 + lane, record = piece / REST, at = (32 + piece % REST) * 16;
-        if (piece < COPIES * REST) copy_16_bytes(to + record * ROW + at, (const u8*)shared.from[copier][record] + at);
-    }
-    arrive_with_copies(full);
-#else
     copy_in_bulk<COPIED, ROW>(shared, stage, copier, full);
 #endif
 }
@@ -146,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         return e < (is_extra ? extra_bound : bound) ? __ldg(indices_of(is_extra) + e) : -1;
     };
     auto slot_of = [&](int block, int i) {
-        return entry_of(block, i, [&](bool is_extra) { return shared.indices[is_extra]; });
+        return entry_of(block, i, [&](bool is_extra) { return HAS_EXTRA || !GIVEN ? shared.indices[is_extra] : given(false); });
     };
     auto counts = [&](int block, int slot) -> bool {
 #if GROUP > 1
@@ -155,10 +149,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         return (u32)slot < (u32)(!HAS_EXTRA || block < blocks[0] ? first.num_slots : second.num_slots);
     };
     bool multiplies = !PRODUCERS || warp < WARPS, copies = !PRODUCERS || !multiplies;
-    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = copier * COPIES + lane % COPIES;
+    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = copier * COPIES + known_record(lane);
     auto copy = [&](int block, int slot) {
 #if GROUP > 1
-        if (lane < COPIES) shared.selectors[(u32)(block - begin) % STAGES][i] = (u8)((u32)slot >> SLOT_BITS);
+        if (is_first_knower(lane)) shared.selectors[(u32)(block - begin) % STAGES][i] = (u8)((u32)slot >> SLOT_BITS);
         slot &= SLOT_MASK;
 #endif
         const u8* nothing = shared.nothing[i];

@@ -87,7 +87,9 @@ struct Shared {
 #endif
     const int* indices[2];            // of the query row, in the two caches
     const u8* nothing[KEYS];          // what is copied for entries that do not count
+#if HOPPER
     alignas(16) u64 from[COPIERS][COPIES];  // where the records are that a warp copies next
+#endif
     alignas(8) u64 full[STAGES];      // a stage's records have arrived
     u64 empty[STAGES];                // nobody reads them any more: see EMPTIES
     int last[WARPS];                  // blocks that a warp found entries in

@@ -80,7 +80,33 @@ DEVICE void init_barriers(Memory& shared, int arrivals) {
     }
 }
 
-#if HOPPER
+// Which of a copier's records a lane knows the address of: on SM90 the first lanes one each, elsewhere neighbours the same.
+constexpr int KNOWERS = 32 / COPIES;
+DEVICE int known_record(int lane) { return HOPPER ? lane % COPIES : lane / KNOWERS; }
+// Whether a lane does what is to be done once for the record that it knows.
+DEVICE bool is_first_knower(int lane) { return HOPPER ? lane < COPIES : lane % KNOWERS == 0; }
+
+#if !HOPPER
+// The records of a copier to a stage, each by neighbouring lanes, 16 bytes a lane at a time. Addresses are made before the
+// first copy, since none waits for shared memory after it.
+template <int COPIED, int ROW, typename Memory>
+DEVICE void copy_in_pieces(Memory& shared, int stage, int copier, int lane, const u8* record, u32 full) {
+    constexpr int LANES_EACH = KNOWERS < 8 ? 8 : KNOWERS, AT_ONCE = 32 / LANES_EACH;
+    constexpr int BYTES = 16 * LANES_EACH, REST = COPIED % BYTES / 16;
+    int own = lane / LANES_EACH, offset = lane % LANES_EACH * 16;
+    u32 to = shared_address(&shared.records[stage][(copier * COPIES + own) * ROW]) + offset;
+#pragma unroll
+    for (int first = 0; first < COPIES; first += AT_ONCE) {
+        const u8* from = record;
+        if (COPIES > AT_ONCE) from = (const u8*)__shfl_sync(~0u, (u64)record, (first + own) * KNOWERS);
+        from += offset;
+#pragma unroll
+        for (int k = 0; k < COPIED / BYTES; ++k) copy_16_bytes(to + first * ROW + k * BYTES, from + k * BYTES);
+        if (lane % LANES_EACH < REST) copy_16_bytes(to + first * ROW + COPIED / BYTES * BYTES, from + COPIED / BYTES * BYTES);
+    }
+    arrive_with_copies(full);
+}
+#else
 // The records of a copier, whose addresses `shared.from` has, to a stage. A bulk copy takes its address from uniform
 // registers: one lane that starts them all keeps these in flight, where lanes that start one each go through a loop.
 template <int COPIED, int ROW, typename Memory>

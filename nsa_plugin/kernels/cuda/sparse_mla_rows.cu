@@ -12,7 +12,7 @@
 // Positions and rows: positions 2 l and 2 l + 1 of S and P, l = 8 T + g, belong to rows 16 T + g and
 // 16 T + 8 + (g ^ 4) of shared memory, for the same reasons.
 
-#define LANE_KEYS (KEYS == 32 && TEAMS == 1 ? 1 : 2)
+#define LANE_KEYS (NT * KEYS * TEAMS % 64 ? 1 : 2)  // so many that warps take whole columns of S
 #include "sparse_mla_few.cuh"
 
 constexpr int KEY_PARTS = MEMBERS / 4;         // of the keys, in the first product
@@ -33,7 +33,9 @@ struct Team {
 struct Shared {
     alignas(128) u8 records[STAGES][KEYS * ROW];
     Team teams[TEAMS];
+#if HOPPER
     alignas(16) u64 from[COPIERS][COPIES];  // where the rows are that a warp copies next
+#endif
     const u8* nothing[KEYS];              // what is copied for entries that do not count
     alignas(8) u64 full[STAGES];          // a stage's rows have arrived
     u64 empty[STAGES];                    // nobody reads them any more: see EMPTIES
@@ -51,23 +53,16 @@ DEVICE const u8* find_row(const Scope& scope, int slot) {
     return find_record(scope, slot, COPIED);
 }
 
-// A warp copies COPIES rows; lane l knows where row l % COPIES of them lies, and whether it counts.
+// A warp copies COPIES rows; a lane knows where `known_record` of them lies, and whether it counts.
 DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const u8* row, bool valid) {
     u32 full = shared_address(&shared.full[stage]);
-    __syncwarp();  // nobody reads `from` of the copies before any more
-    if (lane < COPIES) {
-        shared.valid[stage][copier * COPIES + lane] = valid;
-        shared.from[copier][lane] = (u64)row;
-    }
-    __syncwarp();
+    if (is_first_knower(lane)) shared.valid[stage][copier * COPIES + known_record(lane)] = valid;
 #if !HOPPER
-    constexpr int PIECES = COPIED / 16;
-    for (int piece = lane; piece < COPIES * PIECES; piece += 32) {
-        int r = piece / PIECES, at = piece % PIECES * 16;
-        copy_16_bytes(shared_address(&shared.records[stage][(copier * COPIES + r) * ROW + at]), (const u8*)shared.from[copier][r] + at);
-    }
-    arrive_with_copies(full);
+    copy_in_pieces<COPIED, ROW>(shared, stage, copier, lane, row, full);
 #else
+    __syncwarp();  // nobody reads `from` of the copies before any more
+    if (lane < COPIES) shared.from[copier][lane] = (u64)row;
+    __syncwarp();
     copy_in_bulk<COPIED, ROW>(shared, stage, copier, full);
 #endif
 }
@@ -246,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     };
     auto counts = [&](int slot) -> bool { return (u32)slot < (u32)scope.num_slots; };
     bool multiplies = !PRODUCERS || warp < WARPS, copies = !PRODUCERS || !multiplies;
-    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = copier * COPIES + lane % COPIES;
+    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = copier * COPIES + known_record(lane);
     auto copy = [&](int block, int stage, int slot) {
         bool valid = counts(slot);
         start_copies(shared, stage, copier, lane, valid ? find_row(scope, slot) : shared.nothing[i], valid);
