@@ -90,15 +90,16 @@ DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const u
     u32 address = shared_address(shared.records[stage]) + (part * (KEY_TILES * 16) + row_of(lane & 7, matrix & 1)) * ROW +
                   quarter * (32 * STEPS) + (matrix >> 1) * 16;
     float sum[CHAINS][KEY_TILES][NT][4] = {};
+    // Two are loaded before the products of the first, which wait for it alone.
+    u32 a[2][4];
+    ldmatrix(a[0], address);
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s)
+    for (int i = 0; i < STEPS * KEY_TILES; ++i) {
+        int s = i / KEY_TILES, m = i % KEY_TILES, next = i + 1;
+        if (next < STEPS * KEY_TILES) ldmatrix(a[next % 2], address + next % KEY_TILES * 16 * ROW + next / KEY_TILES * 32);
 #pragma unroll
-        for (int m = 0; m < KEY_TILES; ++m) {
-            u32 a[4];
-            ldmatrix(a, address + m * 16 * ROW + s * 32);
-#pragma unroll
-            for (int n = 0; n < NT; ++n) mma_bf16(sum[s % CHAINS][m][n], a, query[s][n][0], query[s][n][1]);
-        }
+        for (int n = 0; n < NT; ++n) mma_bf16(sum[s % CHAINS][m][n], a[i % 2], query[s][n][0], query[s][n][1]);
+    }
 #pragma unroll
     for (int m = 0; m < KEY_TILES; ++m)
 #pragma unroll
@@ -122,7 +123,7 @@ DEVICE bool exponentiate(const Shared& shared, Team& own, int stage, Softmax<COL
     float logits[COLUMNS][LANE_KEYS];
     bool valid[LANE_KEYS], exceeds = false;
     int l = lane % LANES;
-    if constexpr (LANE_KEYS == 1) valid[0] = shared.valid[stage][row_of(lane >> 1, lane & 1)];
+    if constexpr (LANE_KEYS == 1) valid[0] = shared.valid[stage][row_of(l >> 1, l & 1)];
     else
 #pragma unroll
         for (int i = 0; i < LANE_KEYS; ++i) valid[i] = shared.valid[stage][row_of(l, i)];
@@ -182,9 +183,9 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
     // Of one tile of heads a load brings two steps of 16 keys, of more two tiles.
     u32 p_address = shared_address(own.p) + j * P_STRIDE * 2 + (matrix & 1) * 16 +
                     (matrix >> 1) * (NT > 1 ? 8 * P_STRIDE * 2 : 32);
-    // Position 16 k + 8 (matrix & 1) + j lies k tiles of 16 rows on.
-    int row = row_of((matrix & 1) * 4 + (j >> 1), j & 1);
-    u32 v_address = shared_address(shared.records[stage]) + row * ROW + member * (32 * VALUE_TILES) + (matrix >> 1) * 16;
+    // Position 16 k + 8 (matrix >> 1) + j lies k tiles of 16 rows on.
+    int row = row_of((matrix >> 1) * 4 + (j >> 1), j & 1);
+    u32 v_address = shared_address(shared.records[stage]) + row * ROW + member * (32 * VALUE_TILES) + (matrix & 1) * 16;
     u32 b[KEYS / 16][NT][2];
 #pragma unroll
     for (int k = 0; k < KEYS / 16; ++k) {
@@ -200,10 +201,9 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
         }
 #pragma unroll
         for (int m = 0; m < VALUE_TILES; ++m) {
-            // Matrices: values 0 to 7 of keys 0 to 7, of keys 8 to 15, then values 8 to 15.
-            u32 r[4];
-            ldmatrix_transposed(r, v_address + k * 16 * ROW + m * 32);
-            u32 a[4] = {r[0], r[2], r[1], r[3]};
+            // Matrices: keys 0 to 7 of values 0 to 7, of values 8 to 15, then keys 8 to 15.
+            u32 a[4];
+            ldmatrix_transposed(a, v_address + k * 16 * ROW + m * 32);
 #pragma unroll
             for (int n = 0; n < NT; ++n) mma_bf16(o[m][n], a, b[k][n][0], b[k][n][1]);
         }

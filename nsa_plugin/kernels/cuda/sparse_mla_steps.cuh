@@ -248,13 +248,12 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
         }
     }
     u32 p_offset = (lane & 7) * P_STRIDE * 2 + (matrix & 1) * 16 + (NT > 1 ? (matrix >> 1) * 8 * P_STRIDE * 2 : 0);
-    // Position 16 k + 8 (matrix & 1) + j lies k tiles of 16 rows on.
-    int row = row_of((matrix & 1) * 4 + (j >> 1), j & 1);
-    u32 v_address = shared_address(shared.records[stage] + row * ROW);
+    // Position 16 k + 8 i + j lies k tiles of 16 rows on.
+    auto address_of = [&](int i) { return shared_address(shared.records[stage] + row_of(i * 4 + (j >> 1), j & 1) * ROW); };
 #if LAYOUT == 1
     if (member == 7) {
         u32 p_address = shared_address(own.p_bf16) + p_offset;
-        v_address += ROPE + (matrix >> 1) * 16;
+        u32 v_address = address_of(matrix >> 1) + ROPE + (matrix & 1) * 16;
 #pragma unroll
         for (int k = 0; k < KEYS / 16; ++k) {
             u32 b[NT][2];
@@ -267,10 +266,9 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
             }
 #pragma unroll
             for (int m = 0; m < VALUE_TILES; ++m) {
-                // Matrices: values 0 to 7 of keys 0 to 7, of keys 8 to 15, then values 8 to 15.
-                u32 r[4];
-                ldmatrix_transposed(r, v_address + k * 16 * ROW + m * 32);
-                u32 a[4] = {r[0], r[2], r[1], r[3]};
+                // Matrices: keys 0 to 7 of values 0 to 7, of values 8 to 15, then keys 8 to 15.
+                u32 a[4];
+                ldmatrix_transposed(a, v_address + k * 16 * ROW + m * 32);
 #pragma unroll
                 for (int n = 0; n < NT; ++n) mma_bf16(o[m][n], a, b[n][0], b[n][1]);
             }
@@ -279,7 +277,7 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
     }
 #endif
     u32 p_address = shared_address(own.p) + p_offset;
-    v_address += member * (16 * VALUE_TILES) + (matrix >> 1) * 16;
+    u32 v_address = address_of(matrix & 1) + member * (16 * VALUE_TILES) + (matrix >> 1) * 16;
 #pragma unroll
     for (int k = 0; k < KEYS / 16; ++k) {
         // Keys 16 k + 2 t and the next, and 8 more: lane l has the factors of positions 2 l and 2 l + 1.
