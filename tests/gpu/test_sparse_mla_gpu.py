@@ -367,6 +367,19 @@ def test_every_variant_of_the_cuda_kernel_over_rows(heads, splits, with_length):
         assert_same(decode_op(sparse_mla_rows.attend)(**case, splits=splits, variant=variant), expected)
 
 
+@pytest.mark.parametrize("heads", [5, 16, 40, 72])
+@pytest.mark.parametrize("number", range(len(sparse_mla_rows.PORTABLE_VARIANTS)))
+@pytest.mark.parametrize("splits", [1, 3, 16])
+@pytest.mark.parametrize("with_length", [False, True])
+def test_every_variant_of_the_cuda_kernel_over_rows_as_on_older_gpus(heads, number, splits, with_length, emulated):
+    case = decode_case(
+        layout="bf16", batch=3, s_q=2, heads=heads, slots=2048, topk=700, with_length=with_length, seed=heads
+    )
+    variant = sparse_mla_rows.PORTABLE_VARIANTS[number]
+    result = decode_op(sparse_mla_rows.attend)(**case, splits=splits, variant=variant)
+    assert_same(result, reference_decode(**case, out_dtype=torch.float32))
+
+
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
 @pytest.mark.parametrize("heads", [5, 16, 40, 72])
 @pytest.mark.parametrize("tiles", [one.tiles for one in sparse_mla.PORTABLE_VARIANTS])

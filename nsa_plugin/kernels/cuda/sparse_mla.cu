@@ -28,9 +28,6 @@
 #include "gate.cuh"
 #include "sparse_mla_steps.cuh"
 
-#ifndef GIVEN
-#define GIVEN 0
-#endif
 struct Entry {
     const u8* record;
     const u8* scales;  // v4_fp8 only
@@ -60,22 +57,31 @@ DEVICE Entry find_entry(const Scope& first, const Scope& second, bool is_first, 
 #endif
 }
 
-// A warp copies COPIES records; a lane knows where `known_record` of them lies.
+// A warp copies COPIES records; lane l knows where record l % COPIES of them lies.
 DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const Entry& entry) {
     u32 full = shared_address(&shared.full[stage]);
 #if LAYOUT == 1
-    if (is_first_knower(lane)) {
-        int r = copier * COPIES + known_record(lane);
+    if (lane < COPIES) {
+        int r = copier * COPIES + lane;
         shared.valid[stage][r] = entry.valid;
         copy_8_bytes(shared_address(&shared.scales[stage][r]), entry.scales, full);
     }
 #endif
-#if !HOPPER
-    copy_in_pieces<COPIED, ROW>(shared, stage, copier, lane, entry.record, full);
-#else
     __syncwarp();  // nobody reads those of the copies before any more
     if (lane < COPIES) shared.from[copier][lane] = (u64)entry.record;
     __syncwarp();
+#if !HOPPER
+    u32 to = shared_address(&shared.records[stage][copier * COPIES * ROW]);
+    constexpr int REST = COPIED / 16 - 32, RESTS = (COPIES * REST + 31) / 32;  // pieces of 16 bytes beyond 32 of a record
+#pragma unroll
+    for (int k = 0; k < COPIES; ++k) copy_16_bytes(to + k * ROW + lane * 16, (const u8*)shared.from[copier][k] + lane * 16);
+#pragma unroll
+    for (int k = 0; k < RESTS; ++k) {
+        int piece = k * 32 + lane, record = piece / REST, at = (32 + piece % REST) * 16;
+        if (piece < COPIES * REST) copy_16_bytes(to + record * ROW + at, (const u8*)shared.from[copier][record] + at);
+    }
+    arrive_with_copies(full);
+#else
     copy_in_bulk<COPIED, ROW>(shared, stage, copier, full);
 #endif
 }
@@ -106,10 +112,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     // its result in a uniform register, with what is made of it.
     int warp = __reduce_max_sync(~0u, threadIdx.x >> 5), lane = __shfl_sync(~0u, threadIdx.x, threadIdx.x) & 31;
     constexpr int ROW_HEADS = HEADS / GROUP;
-    int team = warp % WARPS / MEMBERS, member = warp % MEMBERS;
-    Team& own = shared.teams[team];
-    int row = blockIdx.x, first_head = ROW_HEADS * (TEAMS * blockIdx.y + team);
-    int own_heads = min(ROW_HEADS, heads - first_head);  // a last block's second team may have none
+    int row = blockIdx.x, first_head = ROW_HEADS * blockIdx.y;
+    int own_heads = min(ROW_HEADS, heads - first_head);
 #if GROUP > 1
     int first_row = row * GROUP, own_rows = min(GROUP, rows - first_row);
 #else
@@ -126,8 +130,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         return is_extra ? second.indices + row * second.indices_stride : first.indices + row * first.indices_stride;
     };
     init_barriers(shared, ARRIVALS);
-    // Held in shared memory, because registers are what the loop below has fewest of.
-    if (threadIdx.x == 0) shared.indices[0] = given(false), shared.indices[1] = given(true);
+    // Held in shared memory, because registers are what the loop below has fewest of. Of one cache, without bulk copies, it
+    // takes less time to find them anew.
+    constexpr bool HOLDS_INDICES = HOPPER || HAS_EXTRA;
+    if (HOLDS_INDICES && threadIdx.x == 0) shared.indices[0] = given(false), shared.indices[1] = given(true);
     // Not all the same: many copies of a single record wait for each other.
     if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
     if (!PRODUCERS) __syncthreads();
@@ -140,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         return e < (is_extra ? extra_bound : bound) ? __ldg(indices_of(is_extra) + e) : -1;
     };
     auto slot_of = [&](int block, int i) {
-        return entry_of(block, i, [&](bool is_extra) { return HAS_EXTRA || !GIVEN ? shared.indices[is_extra] : given(false); });
+        return entry_of(block, i, [&](bool is_extra) { return HOLDS_INDICES ? shared.indices[is_extra] : given(false); });
     };
     auto counts = [&](int block, int slot) -> bool {
 #if GROUP > 1
@@ -149,10 +155,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         return (u32)slot < (u32)(!HAS_EXTRA || block < blocks[0] ? first.num_slots : second.num_slots);
     };
     bool multiplies = !PRODUCERS || warp < WARPS, copies = !PRODUCERS || !multiplies;
-    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = copier * COPIES + known_record(lane);
+    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = copier * COPIES + lane % COPIES;
     auto copy = [&](int block, int slot) {
 #if GROUP > 1
-        if (is_first_knower(lane)) shared.selectors[(u32)(block - begin) % STAGES][i] = (u8)((u32)slot >> SLOT_BITS);
+        if (lane < COPIES) shared.members[(u32)(block - begin) % STAGES][i] = (u8)((u32)slot >> SLOT_BITS);
         slot &= SLOT_MASK;
 #endif
         const u8* nothing = shared.nothing[i];
@@ -163,14 +169,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #pragma unroll
     for (int k = 0; k < STAGES; ++k) slots[k] = copies ? entry_of(begin + k, i, given) : -1;
     int final = begin < end ? entry_of(end - 1, threadIdx.x % KEYS, given) : -1;
-    Part part(team, member);
+    Part part(warp % WARPS);
     RawQuery raw;
     if (multiplies)
         read_query(raw, q + first_row * q_row_stride + first_head * q_head_stride, q_row_stride, q_head_stride, own_rows,
                    own_heads, part, lane);
 #if !PRODUCERS
     if (begin < end) copy(begin, slots[0]);
-    find_largest(own, raw, part, lane);
+    find_largest(shared, raw, part, lane);
 #endif
     if (!__syncthreads_or(counts(end - 1, final)) && begin + 1 < end)
         end = end_of_entries(begin, end, shared.last, multiplies, warp, lane,
@@ -194,12 +200,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         if (is_cluster) cluster_meet(), cluster_part();
         return;
     }
-    find_largest(own, raw, part, lane);
-    meet(team);
+    find_largest(shared, raw, part, lane);
+    meet();
 #endif
     Query query;
-    keep_query(own, query, raw, part, scale_log2, lane);
-    meet(team);
+    keep_query(shared, query, raw, part, scale_log2, lane);
+    meet();
     float o[VALUE_TILES][NT][4] = {};
     State state;
     state.start();
@@ -208,55 +214,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     for (int block = begin; block < end; ++block) {
         int step = block - begin, stage = (u32)step % STAGES;
         // With many heads, addresses are made anew in every step: registers do not suffice to keep them.
-        if constexpr (!HOPPER && NT > 2) asm volatile("" : "+r"(lane), "+r"(member));
+        if constexpr (!HOPPER && NT > 2) asm volatile("" : "+r"(lane), "+r"(warp));
         barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);
-        multiply_queries(shared, own, stage, query, part, lane);
-        // S is there, and nobody of the team reads P or the stage before any more.
-        meet(team);
-        if (!PRODUCERS && step >= SLACK && block + STAGES - SLACK < end) {
-            u32 freed = step - SLACK;
-            if (EMPTIES) barrier_wait(shared_address(&shared.empty[freed % STAGES]), freed / STAGES & 1);
-            copy(block + STAGES - SLACK, next);
-            next = slot_of(block + STAGES - SLACK + 1, i);
+        multiply_queries(shared, stage, query, part, lane);
+        // S is there, and nobody reads P or the stage before any more.
+        meet();
+        if (!PRODUCERS && step && block + STAGES - 1 < end) {
+            copy(block + STAGES - 1, next);
+            next = slot_of(block + STAGES, i);
         }
         u32 factors;
         float reference_change;
-        bool changed = exponentiate(shared, own, stage, state, member, lane, factors, reference_change);
-        changed = meet_or(team, changed);  // P is there, and nobody reads S any more
-        multiply_values(shared, own, stage, o, changed, reference_change, factors, member, lane);
-        if (EMPTIES) {
-            __syncwarp();
-            if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
-        }
+        bool changed = exponentiate(shared, stage, state, warp, lane, factors, reference_change);
+        changed = meet_or(changed);  // P is there, and nobody reads S any more
+        multiply_values(shared, stage, o, changed, reference_change, factors, warp, lane);
+#if PRODUCERS
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+#endif
     }
 
-    meet(team);
+    meet();
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
-        int column = column_of(member, lane, j), head = query_of(column) < own_rows ? head_of(column) : own_heads;
+        int column = column_of(warp, lane, j), head = query_of(column) < own_rows ? head_of(column) : own_heads;
         float sum = sum_of_lanes<LANES>(state.sum[j]), largest = max_of_lanes<LANES>(state.largest[j]);
         if (lane % LANES == 0) {
             float total = state.anchor[j] + log2_approx(sum);  // -inf where there is nothing
             float weight = sum == 0.f ? 0.f : 1.f / sum;
             i64 at = (i64)(first_row + query_of(column)) * heads + first_head + head;
             Share share = {sum == 0.f ? -infinity() : total, largest};
-            if (is_cluster) own_shares(own)[column] = share;
+            if (is_cluster) own_shares(shared)[column] = share;
             else if (head < own_heads && !is_whole) partials[(i64)own_share * gridDim.x * heads + at] = share;
             else if (head < own_heads) {
                 if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * LOG2_E - total);
                 lse[at] = sum == 0.f ? infinity() : total * LN_2;
                 max_logits[at] = largest * LN_2;
             }
-            own.alpha[column] = weight;
+            shared.alpha[column] = weight;
         }
     }
-    meet(team);
+    meet();
 
     int g = lane >> 2, t = lane & 3;
     // Exponents reach 127 + 1, which is not a finite float32: applied in two halves.
     float reference = power_of_two(state.reference / 2);
     float rest = power_of_two(state.reference - state.reference / 2) * (1.f / VALUE_UNIT);
-    bool is_rope = LAYOUT == 1 && member == 7;
+    bool is_rope = LAYOUT == 1 && warp == 7;
     if (is_rope) reference = rest = 1.f;
     float* own_out = (float*)shared.records;
 #pragma unroll
@@ -265,12 +269,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         for (int i = 0; i < 2; ++i) {
             int column = n * 8 + 2 * t + i, query = query_of(n * 8), head = head_of(n * 8) + 2 * t + i;
             if (query >= own_rows || head >= own_heads) continue;
-            float weight = own.alpha[column];
+            float weight = shared.alpha[column];
 #pragma unroll
             for (int m = 0; m < VALUE_TILES; ++m) {
                 float lower = weight != 0.f ? o[m][n][i] * weight * reference * rest : 0.f;
                 float upper = weight != 0.f ? o[m][n][i + 2] * weight * reference * rest : 0.f;
-                int value = member * (16 * VALUE_TILES) + m * 16 + (is_rope ? g : 2 * g), step = is_rope ? 8 : 1;
+                int value = warp * (16 * VALUE_TILES) + m * 16 + (is_rope ? g : 2 * g), step = is_rope ? 8 : 1;
                 if (!is_whole) {
                     auto put = [&](float* to) {
                         if (is_rope) to[0] = lower, to[8] = upper;
@@ -293,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #if HOPPER
     if (!is_cluster) return;
 
-    add_up_row(shared, own, row, first_head, own_heads, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits, warp,
+    add_up_row(shared, shared, row, first_head, own_heads, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits, warp,
                lane);
 #endif
 }

@@ -56,7 +56,7 @@ class Variant(FewHeadsVariant):
     @property
     def heads(self) -> int:
         """Heads of a query row that a block takes."""
-        return super().heads // self.group
+        return 8 * self.tiles // self.group
 
     @property
     def definitions(self) -> dict[str, int]:
@@ -67,7 +67,7 @@ class Variant(FewHeadsVariant):
     def shared_bytes(self, layout: str) -> int:
         """Shared memory of a block, in bytes."""
         row, scales, p_copies = (656, 0, 1) if layout == V32_FP8.name else (592, 8, 2)
-        columns = 8 * self.tiles * self.teams
+        columns = 8 * self.tiles
         validity = self.keys * (layout == V4_FP8.name)
         members = self.keys * (self.group > 1)
         kept = 4 * (8 - self.held + (layout == V32_FP8.name))
@@ -77,8 +77,8 @@ class Variant(FewHeadsVariant):
             p_copies * columns * (self.keys + 8) * 2,  # P
             self.stages * (self.keys * scales + validity + members),
             2 * self.keys * 8 + 2 * 8,  # addresses of records, of zero records and of rows
-            self.stages * 16 + WARPS * 4,  # barriers, and a number a warp
-            kept * 32 * 2 * self.tiles * self.teams * 4,  # fragments of the query
+            self.stages * (16 if self.producers else 8) + WARPS * 4,  # barriers, and a number a warp
+            kept * 32 * 2 * self.tiles * 4,  # fragments of the query
             2 * columns * 4,  # factors of a head
             128,  # alignment
         )

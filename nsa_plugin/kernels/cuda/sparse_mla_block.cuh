@@ -24,13 +24,13 @@
 #include "sparse_mla_few.cuh"
 
 constexpr int VALUE_PARTS = 4;
-constexpr int KEY_PARTS = MEMBERS / VALUE_PARTS / HEAD_PARTS;
+constexpr int KEY_PARTS = WARPS / VALUE_PARTS / HEAD_PARTS;
 constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, in the first product
 constexpr int TOGETHER = HEAD_PARTS > 1 || SUMS < VALUE_PARTS ? 1 : KEY_TILES;  // of these, at a time
 constexpr int QUERY_TILES = NT / HEAD_PARTS;  // tiles of 8 heads a warp, in the first product
 constexpr int TILES = NT / GROUP;         // tiles of a query row
 static_assert(NT % GROUP == 0, "a query row takes whole tiles");
-static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES * WARPS / 2 < 16 - 2 * TEAMS), "barriers are few");
+static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES * WARPS / 2 < 16), "barriers are few");
 static_assert(NT % HEAD_PARTS == 0, "warps take whole tiles");
 constexpr int ARRIVALS = (HOPPER ? COPIERS : THREADS) + (LAYOUT == 0 ? 0 : KEYS);  // on a stage's barrier, by a filling
 constexpr int STEPS = 32 / VALUE_PARTS;  // steps of 16 values that a warp multiplies with the query
@@ -57,12 +57,17 @@ constexpr u32 SLOT_MASK = (1u << SLOT_BITS) - 1;
 DEVICE int query_of(int column) { return GROUP == 1 ? 0 : column / 8 / TILES; }
 DEVICE int head_of(int column) { return GROUP == 1 ? column : column % (8 * TILES); }
 
-// Of one team.
-struct Team {
+struct Shared {
+    alignas(128) u8 records[STAGES][KEYS * ROW];
     alignas(16) float s[SUMS][HEADS * S_STRIDE];
     alignas(16) u16 p[HEADS * P_STRIDE];
 #if LAYOUT == 1
     alignas(16) u16 p_bf16[HEADS * P_STRIDE];  // for the bfloat16 values
+    alignas(16) u64 scales[STAGES][KEYS];
+    u8 valid[STAGES][KEYS];
+#endif
+#if GROUP > 1
+    u8 members[STAGES][KEYS];  // rows of the group that select the key, a bit each
 #endif
     alignas(16) float alpha[HEADS];   // of the output so far, by this step's keys
     // Fragments of the query, by part and lane, that are not held in registers: those are few.
@@ -73,25 +78,13 @@ struct Team {
     alignas(16) u32 rope[ROPE_STEPS][HEAD_PARTS][VALUE_PARTS][32][2 * QUERY_TILES];  // the bfloat16 ones
 #endif
     alignas(16) float factor[HEADS];  // of S: the softmax scale times the power of two that the query row was divided by
-};
-
-struct Shared {
-    alignas(128) u8 records[STAGES][KEYS * ROW];
-    Team teams[TEAMS];
-#if LAYOUT == 1
-    alignas(16) u64 scales[STAGES][KEYS];
-    u8 valid[STAGES][KEYS];
-#endif
-#if GROUP > 1
-    u8 selectors[STAGES][KEYS];  // rows of the group that select the key, a bit each
-#endif
     const int* indices[2];            // of the query row, in the two caches
     const u8* nothing[KEYS];          // what is copied for entries that do not count
-#if HOPPER
     alignas(16) u64 from[COPIERS][COPIES];  // where the records are that a warp copies next
-#endif
     alignas(8) u64 full[STAGES];      // a stage's records have arrived
-    u64 empty[STAGES];                // nobody reads them any more: see EMPTIES
+#if PRODUCERS
+    u64 empty[STAGES];                // and nobody reads them any more
+#endif
     int last[WARPS];                  // blocks that a warp found entries in
 };
 // A share's output lies where its records were.
@@ -124,16 +117,15 @@ DEVICE uint2 order_of_codes(uint2 four) {
 }
 #endif
 
-// What warp `member` of a team takes in the first product.
+// What a warp takes in the first product.
 struct Part {
-    int team, values, keys, heads;
-    DEVICE Part(int team, int member)
-        : team(team), values(member % VALUE_PARTS), keys(member / VALUE_PARTS % KEY_PARTS),
-          heads(member / VALUE_PARTS / KEY_PARTS) {}
+    int values, keys, heads;
+    DEVICE explicit Part(int warp)
+        : values(warp % VALUE_PARTS), keys(warp / VALUE_PARTS % KEY_PARTS), heads(warp / VALUE_PARTS / KEY_PARTS) {}
     DEVICE int first_key() const { return keys * (KEY_TILES * 16); }
     DEVICE int tile(int n) const { return heads * QUERY_TILES + n; }
     // The barrier of the two warps that share a sum, for a tile of their keys.
-    DEVICE int barrier(int tile) const { return 1 + tile + KEY_TILES * (values % SUMS + SUMS * (keys + KEY_PARTS * (heads + HEAD_PARTS * team))); }
+    DEVICE int barrier(int tile) const { return 1 + tile + KEY_TILES * (values % SUMS + SUMS * (keys + KEY_PARTS * heads)); }
     DEVICE bool is_rope(int step) const { return LAYOUT == 1 && values == VALUE_PARTS - 1 && step >= STEPS - 4; }
 };
 
@@ -178,8 +170,8 @@ DEVICE void read_query(RawQuery& raw, const u16* q, i64 row_stride, i64 head_str
     }
 }
 
-// The part's largest value of every head, to `own.s`. The team has to meet before `keep_query`.
-DEVICE void find_largest(Team& own, const RawQuery& raw, Part part, int lane) {
+// The part's largest value of every head, to `shared.s`. The block has to meet before `keep_query`.
+DEVICE void find_largest(Shared& shared, const RawQuery& raw, Part part, int lane) {
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; ++n) {
         float largest = 0.f;
@@ -191,22 +183,22 @@ DEVICE void find_largest(Team& own, const RawQuery& raw, Part part, int lane) {
                                                fabsf(bits_to_float(raw.values[s][n][j] & 0xffff0000u))));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        if ((lane & 3) == 0) own.s[0][part.values * HEADS + part.tile(n) * 8 + (lane >> 2)] = largest;
+        if ((lane & 3) == 0) shared.s[0][part.values * HEADS + part.tile(n) * 8 + (lane >> 2)] = largest;
     }
 }
 
-// The fragments of the part, divided by what `own.factor` has. The team has to meet after it.
-DEVICE void keep_query(Team& own, Query& query, const RawQuery& raw, Part part, float scale_log2, int lane) {
+// The fragments of the part, divided by what `shared.factor` has. The block has to meet after it.
+DEVICE void keep_query(Shared& shared, Query& query, const RawQuery& raw, Part part, float scale_log2, int lane) {
     bool is_first = part.keys == 0;  // of the warps with these fragments
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; ++n) {
         int head = part.tile(n) * 8 + (lane >> 2);
-        float largest = own.s[0][head];
+        float largest = shared.s[0][head];
 #pragma unroll
-        for (int k = 1; k < VALUE_PARTS; ++k) largest = fmaxf(largest, own.s[0][k * HEADS + head]);
+        for (int k = 1; k < VALUE_PARTS; ++k) largest = fmaxf(largest, shared.s[0][k * HEADS + head]);
         int exponent = query_exponent(largest);
         float divide = power_of_two(-exponent);
-        if ((lane & 3) == 0) own.factor[head] = power_of_two(exponent) * scale_log2;
+        if ((lane & 3) == 0) shared.factor[head] = power_of_two(exponent) * scale_log2;
 #pragma unroll
         for (int s = 0; s < STEPS; ++s)
 #pragma unroll
@@ -216,7 +208,7 @@ DEVICE void keep_query(Team& own, Query& query, const RawQuery& raw, Part part, 
                 u32 two = part.is_rope(s) ? pack_bf16(lower, upper) : pack_f16(lower, upper);
                 if (s < HELD) query.f16[s][n][j] = two;
 #if HELD < 8
-                else if (is_first) own.kept[s - HELD][part.heads][part.values][lane][2 * n + j] = two;
+                else if (is_first) shared.kept[s - HELD][part.heads][part.values][lane][2 * n + j] = two;
 #endif
             }
 #if LAYOUT == 0
@@ -226,7 +218,7 @@ DEVICE void keep_query(Team& own, Query& query, const RawQuery& raw, Part part, 
             for (int j = 0; j < 2; ++j) {
                 u32 both = raw.rope[s][n][j];
                 both = pack_bf16(bits_to_float(both << 16) * divide, bits_to_float(both & 0xffff0000u) * divide);
-                if (is_first) own.rope[s][part.heads][part.values][lane][2 * n + j] = both;
+                if (is_first) shared.rope[s][part.heads][part.values][lane][2 * n + j] = both;
             }
 #endif
     }
@@ -247,13 +239,13 @@ DEVICE void load_fragments(u32 (&b)[QUERY_TILES][2], const u32* kept) {
 }
 
 // A step's fragments of the query.
-DEVICE void fragments(u32 (&b)[QUERY_TILES][2], const Team& own, const Query& query, int step, Part part, int lane) {
+DEVICE void fragments(u32 (&b)[QUERY_TILES][2], const Shared& shared, const Query& query, int step, Part part, int lane) {
     if (step < HELD) {
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; ++n) b[n][0] = query.f16[step][n][0], b[n][1] = query.f16[step][n][1];
         return;
     }
 #if HELD < 8
-    load_fragments(b, own.kept[step - HELD][part.heads][part.values][lane]);
+    load_fragments(b, shared.kept[step - HELD][part.heads][part.values][lane]);
 #endif
 }

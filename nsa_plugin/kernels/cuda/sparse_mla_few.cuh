@@ -4,7 +4,7 @@
 #pragma once
 
 #ifndef NT
-#define NT 2  // tiles of 8 heads a block
+#define NT 2  // tiles of 8 heads a team
 #endif
 #ifndef KEYS
 #define KEYS 64  // keys that are attended at a time: a step
@@ -13,7 +13,7 @@
 #define STAGES 2  // steps in shared memory
 #endif
 #ifndef TEAMS
-#define TEAMS 1  // of a block's warps, each with heads of its own: while one team exponentiates, another multiplies
+#define TEAMS 1  // of a block's warps: each has heads of its own, and while one exponentiates, another multiplies
 #endif
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 2  // blocks of an SM
@@ -31,19 +31,19 @@
 #include "scope.cuh"
 #include "sparse_mla_shares.cuh"
 
-constexpr int WARPS = 8;                        // that multiply
+constexpr int WARPS = 8;                         // that multiply
 constexpr int THREADS = 32 * (WARPS + PRODUCERS);
-constexpr int MEMBERS = WARPS / TEAMS;          // warps of a team
-constexpr int HEADS = 8 * NT;                   // of a team
+constexpr int MEMBERS = WARPS / TEAMS;           // warps of a team
+constexpr int HEADS = 8 * NT;                    // of a team
 constexpr int VALUE_TILES = D_V / MEMBERS / 16;  // tiles of 16 values a warp, in the second product
 constexpr int COPIERS = PRODUCERS ? PRODUCERS : WARPS;  // warps that copy
-constexpr int COPIES = KEYS / COPIERS;          // records that one of them copies
-constexpr int LANES = KEYS / LANE_KEYS;   // lanes that exponentiate a column of S
+constexpr int COPIES = KEYS / COPIERS;           // records that one of them copies
+constexpr int LANES = KEYS / LANE_KEYS;          // lanes that exponentiate a column of S
 constexpr int COLUMNS = HEADS * LANES / (32 * MEMBERS);  // columns of S that a lane exponentiates
 constexpr int S_STRIDE = KEYS + 4;  // floats between heads of S: lanes of a warp's store fall into 32 banks
 constexpr int P_STRIDE = KEYS + 8;  // halves between heads of P: 8 rows of a matrix in 32 banks
 constexpr int O_STRIDE = 516;       // floats between heads of a share's output in shared memory
-constexpr int SLACK = STAGES > TEAMS ? TEAMS : STAGES - 1;  // steps behind this one whose stages are filled again
+constexpr int SLACK = STAGES > TEAMS ? TEAMS : STAGES - 1;  // steps that a team may be ahead of another
 constexpr bool EMPTIES = PRODUCERS || TEAMS > 1;  // whether warps say that they have read a stage; else the block meets
 static_assert(HEADS * LANES % (32 * MEMBERS) == 0, "warps take whole columns");
 static_assert(HOPPER || !PRODUCERS, "warps that only copy leave their registers to others on SM90");
@@ -59,11 +59,11 @@ DEVICE int column_of(int member, int lane, int j) {
 
 // The warps of a team meet; and find out whether something holds for one of their threads.
 // The named barriers below these are `Part::barrier`'s.
-DEVICE void meet(int team) {
+DEVICE void meet(int team = 0) {
     if constexpr (EMPTIES) named_sync(16 - 2 * TEAMS + team, 32 * MEMBERS);
     else __syncthreads();
 }
-DEVICE bool meet_or(int team, bool something) {
+DEVICE bool meet_or(bool something, int team = 0) {
     if constexpr (EMPTIES) return named_or(16 - TEAMS + team, 32 * MEMBERS, something);
     else return __syncthreads_or(something);
 }
@@ -73,40 +73,14 @@ template <typename Memory>
 DEVICE void init_barriers(Memory& shared, int arrivals) {
     if (threadIdx.x < STAGES) {
         barrier_init(shared_address(&shared.full[threadIdx.x]), arrivals);
-        if (EMPTIES) barrier_init(shared_address(&shared.empty[threadIdx.x]), WARPS);
+        if constexpr (EMPTIES) barrier_init(shared_address(&shared.empty[threadIdx.x]), WARPS);
 #if HOPPER
         show_writes();
 #endif
     }
 }
 
-// Which of a copier's records a lane knows the address of: on SM90 the first lanes one each, elsewhere neighbours the same.
-constexpr int KNOWERS = 32 / COPIES;
-DEVICE int known_record(int lane) { return HOPPER ? lane % COPIES : lane / KNOWERS; }
-// Whether a lane does what is to be done once for the record that it knows.
-DEVICE bool is_first_knower(int lane) { return HOPPER ? lane < COPIES : lane % KNOWERS == 0; }
-
-#if !HOPPER
-// The records of a copier to a stage, each by neighbouring lanes, 16 bytes a lane at a time. Addresses are made before the
-// first copy, since none waits for shared memory after it.
-template <int COPIED, int ROW, typename Memory>
-DEVICE void copy_in_pieces(Memory& shared, int stage, int copier, int lane, const u8* record, u32 full) {
-    constexpr int LANES_EACH = KNOWERS < 8 ? 8 : KNOWERS, AT_ONCE = 32 / LANES_EACH;
-    constexpr int BYTES = 16 * LANES_EACH, REST = COPIED % BYTES / 16;
-    int own = lane / LANES_EACH, offset = lane % LANES_EACH * 16;
-    u32 to = shared_address(&shared.records[stage][(copier * COPIES + own) * ROW]) + offset;
-#pragma unroll
-    for (int first = 0; first < COPIES; first += AT_ONCE) {
-        const u8* from = record;
-        if (COPIES > AT_ONCE) from = (const u8*)__shfl_sync(~0u, (u64)record, (first + own) * KNOWERS);
-        from += offset;
-#pragma unroll
-        for (int k = 0; k < COPIED / BYTES; ++k) copy_16_bytes(to + first * ROW + k * BYTES, from + k * BYTES);
-        if (lane % LANES_EACH < REST) copy_16_bytes(to + first * ROW + COPIED / BYTES * BYTES, from + COPIED / BYTES * BYTES);
-    }
-    arrive_with_copies(full);
-}
-#else
+#if HOPPER
 // The records of a copier, whose addresses `shared.from` has, to a stage. A bulk copy takes its address from uniform
 // registers: one lane that starts them all keeps these in flight, where lanes that start one each go through a loop.
 template <int COPIED, int ROW, typename Memory>

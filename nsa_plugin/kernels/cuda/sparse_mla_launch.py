@@ -39,12 +39,11 @@ class FewHeadsVariant:
     """A compiled form of a kernel of few heads.
 
     Attributes:
-        tiles: tiles of 8 heads that a team of a block of threads takes.
+        tiles: tiles of 8 heads that a block of threads takes.
         blocks: blocks of threads resident on an SM.
         keys: entries that a block attends at a time: a step.
         stages: steps in shared memory.
         producers: warps that only copy, beside those that multiply; 0: these copy too.
-        teams: of the warps that multiply: each has heads of its own, and while one exponentiates, another multiplies.
     """
 
     tiles: int
@@ -52,7 +51,6 @@ class FewHeadsVariant:
     keys: int = 64
     stages: int = 2
     producers: int = 0
-    teams: int = 1
 
     @property
     def threads(self) -> tuple[int, int, int]:
@@ -62,13 +60,13 @@ class FewHeadsVariant:
     @property
     def heads(self) -> int:
         """Heads of a query row that a block takes."""
-        return 8 * self.tiles * self.teams
+        return 8 * self.tiles
 
     @property
     def definitions(self) -> dict[str, int]:
         """Of the source's preprocessor."""
         sizes = {"NT": self.tiles, "MIN_BLOCKS": self.blocks, "KEYS": self.keys, "STAGES": self.stages}
-        return sizes | {"PRODUCERS": self.producers, "TEAMS": self.teams}
+        return sizes | {"PRODUCERS": self.producers}
 
     def least_room(self, heads: int) -> int:
         """Shares that the device has to have room for, for a call of so many heads to get it; 0: for the most.

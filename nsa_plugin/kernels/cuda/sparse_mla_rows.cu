@@ -53,12 +53,39 @@ DEVICE const u8* find_row(const Scope& scope, int slot) {
     return find_record(scope, slot, COPIED);
 }
 
-// A warp copies COPIES rows; a lane knows where `known_record` of them lies, and whether it counts.
+// Of the rows that a warp copies, the one whose address a lane knows: on SM90 the first lanes know one each, elsewhere
+// neighbours the same.
+constexpr int KNOWERS = 32 / COPIES;
+DEVICE int known_row(int lane) { return HOPPER ? lane % COPIES : lane / KNOWERS; }
+
+#if !HOPPER
+// The rows of a copier to a stage, each by neighbouring lanes, 16 bytes a lane at a time: where they lie passes between
+// lanes before the first copy, since every access to shared memory behind one would wait.
+DEVICE void copy_in_pieces(Shared& shared, int stage, int copier, int lane, const u8* row, u32 full) {
+    constexpr int LANES_EACH = KNOWERS < 8 ? 8 : KNOWERS, AT_ONCE = 32 / LANES_EACH;
+    constexpr int BYTES = 16 * LANES_EACH, REST = COPIED % BYTES / 16;
+    int own = lane / LANES_EACH, offset = lane % LANES_EACH * 16;
+    u32 to = shared_address(&shared.records[stage][(copier * COPIES + own) * ROW]) + offset;
+#pragma unroll
+    for (int first = 0; first < COPIES; first += AT_ONCE, to += AT_ONCE * ROW) {
+        const u8* from = row;
+        if (COPIES > AT_ONCE) from = (const u8*)__shfl_sync(~0u, (u64)row, (first + own) * KNOWERS);
+        from += offset;
+#pragma unroll
+        for (int at = 0; at + BYTES <= COPIED; at += BYTES) copy_16_bytes(to + at, from + at);
+        if (lane % LANES_EACH < REST) copy_16_bytes(to + COPIED - REST * 16, from + COPIED - REST * 16);
+    }
+    arrive_with_copies(full);
+}
+#endif
+
+// A warp copies COPIES rows; a lane knows where `known_row` of them lies, and whether it counts.
 DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const u8* row, bool valid) {
     u32 full = shared_address(&shared.full[stage]);
-    if (is_first_knower(lane)) shared.valid[stage][copier * COPIES + known_record(lane)] = valid;
+    bool knows_first = HOPPER ? lane < COPIES : lane % KNOWERS == 0;
+    if (knows_first) shared.valid[stage][copier * COPIES + known_row(lane)] = valid;
 #if !HOPPER
-    copy_in_pieces<COPIED, ROW>(shared, stage, copier, lane, row, full);
+    copy_in_pieces(shared, stage, copier, lane, row, full);
 #else
     __syncwarp();  // nobody reads `from` of the copies before any more
     if (lane < COPIES) shared.from[copier][lane] = (u64)row;
@@ -241,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     };
     auto counts = [&](int slot) -> bool { return (u32)slot < (u32)scope.num_slots; };
     bool multiplies = !PRODUCERS || warp < WARPS, copies = !PRODUCERS || !multiplies;
-    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = copier * COPIES + known_record(lane);
+    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = copier * COPIES + known_row(lane);
     auto copy = [&](int block, int stage, int slot) {
         bool valid = counts(slot);
         start_copies(shared, stage, copier, lane, valid ? find_row(scope, slot) : shared.nothing[i], valid);
@@ -302,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
             next = slot_of(block + STAGES - SLACK + 1, i);
         }
         bool changed = exponentiate(shared, own, stage, state, scale_log2, member, lane);
-        changed = meet_or(team, changed);  // P is there, and nobody reads S any more
+        changed = meet_or(changed, team);  // P is there, and nobody reads S any more
         multiply_values(shared, own, stage, o, changed, member, lane);
         if (EMPTIES) {
             __syncwarp();

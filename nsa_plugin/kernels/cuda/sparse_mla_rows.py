@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -36,8 +37,25 @@ ROW_BYTES = BF16.row_bytes(DIM)
 ROW_STRIDE = ROW_BYTES + 16  # in shared memory, against bank conflicts
 
 
+@dataclass(frozen=True, kw_only=True)
 class RowsVariant(FewHeadsVariant):
-    """A compiled form of the kernel."""
+    """A compiled form of the kernel.
+
+    Attributes:
+        teams: of the warps that multiply: each has `tiles` of its own, and while one exponentiates, another multiplies.
+    """
+
+    teams: int = 1
+
+    @property
+    def heads(self) -> int:
+        """Heads of a query row that a block takes."""
+        return super().heads * self.teams
+
+    @property
+    def definitions(self) -> dict[str, int]:
+        """Of the source's preprocessor."""
+        return super().definitions | {"TEAMS": self.teams}
 
     @property
     def shared_bytes(self) -> int:
@@ -56,8 +74,13 @@ class RowsVariant(FewHeadsVariant):
 
 
 VARIANTS = tuple(RowsVariant(tiles=tiles, blocks=1, producers=4) for tiles in (1, 2, 4))
-PORTABLE_VARIANTS = tuple(RowsVariant(tiles=tiles, keys=32, blocks=1) for tiles in (1, 2, 4))
-"""For other GPUs than SM90."""
+PORTABLE_VARIANTS = (
+    RowsVariant(tiles=1, keys=32, blocks=1),
+    RowsVariant(tiles=2, keys=32, blocks=1),
+    RowsVariant(tiles=4, keys=32, blocks=1),
+    RowsVariant(tiles=4, keys=16, blocks=1, stages=4, teams=2),
+)
+"""For other GPUs than SM90: what 99 KiB of shared memory suffice for."""
 
 
 @functools.cache

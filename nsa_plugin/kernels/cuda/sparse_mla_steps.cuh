@@ -4,13 +4,13 @@
 #include "sparse_mla_block.cuh"
 
 // Steps that share a scale: codes of a warp's tiles of 16 keys times the queries.
-DEVICE void multiply_codes(float (&acc)[TOGETHER][QUERY_TILES][4], u32 address, const Team& own, const Query& query,
+DEVICE void multiply_codes(float (&acc)[TOGETHER][QUERY_TILES][4], u32 address, const Shared& shared, const Query& query,
                            int first, Part part, int lane) {
 #pragma unroll
     for (int s = 0; s < SCALED; s += 2) {
         u32 b[2][QUERY_TILES][2];
-        fragments(b[0], own, query, first + s, part, lane);
-        fragments(b[1], own, query, first + s + 1, part, lane);
+        fragments(b[0], shared, query, first + s, part, lane);
+        fragments(b[1], shared, query, first + s + 1, part, lane);
 #pragma unroll
         for (int m = 0; m < TOGETHER; ++m) {
             u32 codes[4];
@@ -59,13 +59,13 @@ DEVICE void add_rope(float (&sum)[QUERY_TILES][4], u32 address, const u32 (&b)[Q
 }
 
 // A tile of 16 keys' S over a warp's part of the values, to shared memory.
-DEVICE void store_logits(Team& own, const float (&sum)[QUERY_TILES][4], int first_key, int barrier, Part part, int lane) {
+DEVICE void store_logits(Shared& shared, const float (&sum)[QUERY_TILES][4], int first_key, int barrier, Part part, int lane) {
     int g = lane >> 2, t = lane & 3;
     bool adds = SUMS < VALUE_PARTS && part.values >= SUMS;
     if (adds) named_sync(barrier, 64);  // the warp with the same keys and heads of the other part has been here
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; ++n) {
-        float* s = own.s[part.values % SUMS] + (part.tile(n) * 8 + 2 * t) * S_STRIDE + first_key + 2 * g;
+        float* s = shared.s[part.values % SUMS] + (part.tile(n) * 8 + 2 * t) * S_STRIDE + first_key + 2 * g;
         float2 even = make_float2(sum[n][0], sum[n][2]), odd = make_float2(sum[n][1], sum[n][3]);
         if (adds) {
             float2 before = *(const float2*)s, after = *(const float2*)(s + S_STRIDE);
@@ -78,7 +78,7 @@ DEVICE void store_logits(Team& own, const float (&sum)[QUERY_TILES][4], int firs
 }
 
 // S of a warp's keys over its part of their values.
-DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const Query& query, Part part, int lane) {
+DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, Part part, int lane) {
     int g = lane >> 2, matrix = lane >> 3;
     const u8* records = shared.records[stage];
     // Lanes 16 T + g and 16 T + 8 + g of a fragment are positions 2 l and 2 l + 1: see row_of.
@@ -89,7 +89,7 @@ DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const Q
         float sum[TOGETHER][QUERY_TILES][4] = {};
         auto add_codes = [&](int k) {  // of the part's scale k
             float acc[TOGETHER][QUERY_TILES][4] = {};
-            multiply_codes(acc, address + part.values * (STEPS * 16), own, query, k * SCALED, part, lane);
+            multiply_codes(acc, address + part.values * (STEPS * 16), shared, query, k * SCALED, part, lane);
 #pragma unroll
             for (int m = 0; m < TOGETHER; ++m) {
                 int row = (first + m) * 16, scale = part.values * (STEPS / SCALED) + k;
@@ -102,7 +102,7 @@ DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const Q
         for (int k = 0; k < STEPS / SCALED; ++k) add_codes(k);
 #pragma unroll
         for (int s = 0; s < ROPE_STEPS; ++s) {
-            load_fragments(b, own.rope[s][part.heads][part.values][lane]);
+            load_fragments(b, shared.rope[s][part.heads][part.values][lane]);
 #pragma unroll
             for (int m = 0; m < TOGETHER; ++m)
                 add_rope(sum[m], address + m * 16 * ROW + ROPE + (part.values * ROPE_STEPS + s) * 32, b);
@@ -115,7 +115,7 @@ DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const Q
         } else {
 #pragma unroll
             for (int s = 0; s < 4; ++s) {
-                fragments(b, own, query, STEPS - 4 + s, part, lane);
+                fragments(b, shared, query, STEPS - 4 + s, part, lane);
 #pragma unroll
                 for (int m = 0; m < TOGETHER; ++m) add_rope(sum[m], address + m * 16 * ROW + ROPE + s * 32, b);
             }
@@ -123,7 +123,7 @@ DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const Q
 #endif
 #pragma unroll
         for (int m = 0; m < TOGETHER; ++m)
-            store_logits(own, sum[m], part.first_key() + (first + m) * 16, part.barrier(first + m), part, lane);
+            store_logits(shared, sum[m], part.first_key() + (first + m) * 16, part.barrier(first + m), part, lane);
         address += TOGETHER * 16 * ROW;
     }
 }
@@ -134,13 +134,13 @@ struct State : Softmax<COLUMNS> {
 
 // P of the step's keys, and by how much it has to be multiplied for the values of this warp. Returns whether the output
 // so far has to be multiplied by anything but 1 before it grows.
-DEVICE bool exponentiate(const Shared& shared, Team& own, int stage, State& state, int member, int lane,
+DEVICE bool exponentiate(Shared& shared, int stage, State& state, int warp, int lane,
                          u32& factors, float& reference_change) {
     int pair = lane % LANES, rows[2] = {row_of(pair, 0), row_of(pair, 1)};
     float sums[COLUMNS][2];
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
-        const float* s = own.s[0] + column_of(member, lane, j) * S_STRIDE + 2 * pair;
+        const float* s = shared.s[0] + column_of(warp, lane, j) * S_STRIDE + 2 * pair;
         float2 part[SUMS];
 #pragma unroll
         for (int k = 0; k < SUMS; ++k) part[k] = *(const float2*)(s + k * HEADS * S_STRIDE);
@@ -158,7 +158,7 @@ DEVICE bool exponentiate(const Shared& shared, Team& own, int stage, State& stat
     float stored[2], factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        stored[i] = scale_of(shared, stage, rows[i], member * 4 / MEMBERS);
+        stored[i] = scale_of(shared, stage, rows[i], warp * 4 / WARPS);
         valid[i] = stored[i] != NOT_COUNTED;  // whose factor is finite, for a P of 0
         factor[i] = stored[i] * power_of_two(-state.reference);
     }
@@ -176,10 +176,10 @@ DEVICE bool exponentiate(const Shared& shared, Team& own, int stage, State& stat
 #else
 #pragma unroll
     for (int i = 0; i < 2; ++i) valid[i] = shared.valid[stage][rows[i]] != 0;
-    if (member < 7) {
+    if (warp < 7) {
         int two[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) two[i] = (int)(shared.scales[stage][rows[i]] >> (8 * member) & 255) - 127;
+        for (int i = 0; i < 2; ++i) two[i] = (int)(shared.scales[stage][rows[i]] >> (8 * warp) & 255) - 127;
         int exponent = (int)__reduce_max_sync(~0u, (u32)(max(two[0], two[1]) + 127)) - 127;
         int raised = max(state.reference, exponent);
         changed = raised != state.reference;
@@ -190,19 +190,19 @@ DEVICE bool exponentiate(const Shared& shared, Team& own, int stage, State& stat
 #endif
     float bias[2] = {valid[0] ? 0.f : -infinity(), valid[1] ? 0.f : -infinity()};
 #if GROUP > 1
-    u32 selectors[2] = {shared.selectors[stage][rows[0]], shared.selectors[stage][rows[1]]};
+    u32 members[2] = {shared.members[stage][rows[0]], shared.members[stage][rows[1]]};
 #endif
     bool exceeds = false;
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
-        float scale = own.factor[column_of(member, lane, j)];
+        float scale = shared.factor[column_of(warp, lane, j)];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             // The code of NaN may have made an infinity: see `key_codes`.
             float added = NATIVE_FP8 ? bias[i] : sums[j][i] * 0.f + bias[i];
             sums[j][i] = sums[j][i] * scale + added;
 #if GROUP > 1
-            if (!(selectors[i] >> query_of(column_of(member, lane, j)) & 1)) sums[j][i] = -infinity();
+            if (!(members[i] >> query_of(column_of(warp, lane, j)) & 1)) sums[j][i] = -infinity();
 #endif
         }
         float largest = fmaxf(sums[j][0], sums[j][1]);
@@ -222,24 +222,24 @@ DEVICE bool exponentiate(const Shared& shared, Team& own, int stage, State& stat
 #pragma unroll
         for (int i = 0; i < 2; ++i) p[i] = exp2_approx(sums[j][i] - state.anchor[j]);
         state.sum[j] += p[0] + p[1];
-        int column = column_of(member, lane, j), at = column * P_STRIDE + 2 * pair;
-        if (pair == 0) own.alpha[column] = alpha[j];
-        *(u32*)(own.p + at) = pack_f16(p[0], p[1]);
+        int column = column_of(warp, lane, j), at = column * P_STRIDE + 2 * pair;
+        if (pair == 0) shared.alpha[column] = alpha[j];
+        *(u32*)(shared.p + at) = pack_f16(p[0], p[1]);
 #if LAYOUT == 1
-        *(u32*)(own.p_bf16 + at) = pack_bf16(p[0], p[1]);
+        *(u32*)(shared.p_bf16 + at) = pack_bf16(p[0], p[1]);
 #endif
     }
     return changed;
 }
 
-// O of a warp's values of every row.
-DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, float (&o)[VALUE_TILES][NT][4], bool changed,
-                            float reference_change, u32 factors, int member, int lane) {
+// O of a warp's 64 values of every row.
+DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][NT][4], bool changed, float reference_change,
+                            u32 factors, int warp, int lane) {
     int t = lane & 3, matrix = lane >> 3, j = lane & 7;
     if (changed) {
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
-            float2 alpha = *(const float2*)(own.alpha + n * 8 + 2 * t);
+            float2 alpha = *(const float2*)(shared.alpha + n * 8 + 2 * t);
             float change[2] = {alpha.x * reference_change, alpha.y * reference_change};
 #pragma unroll
             for (int m = 0; m < VALUE_TILES; ++m)
@@ -251,8 +251,8 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
     // Position 16 k + 8 i + j lies k tiles of 16 rows on.
     auto address_of = [&](int i) { return shared_address(shared.records[stage] + row_of(i * 4 + (j >> 1), j & 1) * ROW); };
 #if LAYOUT == 1
-    if (member == 7) {
-        u32 p_address = shared_address(own.p_bf16) + p_offset;
+    if (warp == 7) {
+        u32 p_address = shared_address(shared.p_bf16) + p_offset;
         u32 v_address = address_of(matrix >> 1) + ROPE + (matrix & 1) * 16;
 #pragma unroll
         for (int k = 0; k < KEYS / 16; ++k) {
@@ -276,8 +276,8 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
         return;
     }
 #endif
-    u32 p_address = shared_address(own.p) + p_offset;
-    u32 v_address = address_of(matrix & 1) + member * (16 * VALUE_TILES) + (matrix >> 1) * 16;
+    u32 p_address = shared_address(shared.p) + p_offset;
+    u32 v_address = address_of(matrix & 1) + warp * (16 * VALUE_TILES) + (matrix >> 1) * 16;
 #pragma unroll
     for (int k = 0; k < KEYS / 16; ++k) {
         // Keys 16 k + 2 t and the next, and 8 more: lane l has the factors of positions 2 l and 2 l + 1.
