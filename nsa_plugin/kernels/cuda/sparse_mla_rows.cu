@@ -223,7 +223,7 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
                 ldmatrix(r, p_address + k * 32 + n * 8 * P_STRIDE * 2);
                 b[k][n][0] = r[0], b[k][n][1] = r[1];
                 if constexpr (NT > 1) b[k][n + 1][0] = r[2], b[k][n + 1][1] = r[3];
-                else b[k + 1][n][0] = r[2], b[k + 1][n][1] = r[3];
+                else if constexpr (KEYS > 16) b[k + 1][n][0] = r[2], b[k + 1][n][1] = r[3];
             }
         }
 #pragma unroll

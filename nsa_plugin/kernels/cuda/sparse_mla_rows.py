@@ -76,7 +76,7 @@ class RowsVariant(FewHeadsVariant):
 VARIANTS = tuple(RowsVariant(tiles=tiles, blocks=1, producers=4) for tiles in (1, 2, 4))
 PORTABLE_VARIANTS = (
     RowsVariant(tiles=1, keys=32, blocks=1),
-    RowsVariant(tiles=2, keys=32, blocks=1),
+    RowsVariant(tiles=1, keys=16, blocks=1, stages=4, teams=2),
     RowsVariant(tiles=4, keys=32, blocks=1),
     RowsVariant(tiles=4, keys=16, blocks=1, stages=4, teams=2),
 )
