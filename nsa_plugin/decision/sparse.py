@@ -29,10 +29,6 @@ COPY_BYTES = {"v32_fp8": 656 + 2 * 576, "v4_fp8": (584 + 2 * 512) // 4}
 COPY_RATE = 3e6
 # Libraries whose sparse kernels the stock engines run.
 UPSTREAM = frozenset({"flash_mla", "fa3", "trtllm", "flashinfer_sm120"})
-# Over a bf16 cache the CUDA kernel fills so much shared memory that, without bulk copies, a block of few heads
-# waits for its rows. Then Triton's kernel comes first up to this many heads, but on the SM version with such copies.
-FEW_HEADS = 16
-BULK_COPIES = 90
 # On SM100 the trtllm kernel is quicker than a padded FlashMLA up to this many heads (vLLM #35807, #33451).
 TRTLLM_HEADS = 16
 
@@ -200,8 +196,7 @@ def _usual(
         # vLLM runs them there; the start-up trial has compared them with the plugin's.
         first = [route for route in others if route.library in UPSTREAM]
         upstream, others = (*first, *upstream), [route for route in others if route not in first]
-    own = (cuda, triton) if fp8_cache or sm == BULK_COPIES or heads > FEW_HEADS else (triton, cuda)
-    return (*upstream, *own, *others, reference)
+    return (*upstream, cuda, triton, *others, reference)
 
 
 def _flash_mla_routes(fp8_cache: bool, dequantizing_pays: bool) -> tuple[Route, ...]:

@@ -208,8 +208,8 @@ PREFILLS: list[tuple[str, ModelShape, DeviceProfile, tuple[str, str, bool, int]]
         synthetic(120),
         ("sparse_prefill", "cuda", False, 0),
     ),
-    ("SM120 bf16 own, 16 heads", V32, synthetic(120), ("sparse_prefill", "triton", False, 0)),
-    ("SM120 bf16 own, 32 heads", replace(V32, attn_tp_size=4), synthetic(120), ("sparse_prefill", "cuda", False, 0)),
+    ("SM120 bf16 own, 8 heads", replace(V32, attn_tp_size=16), synthetic(120), ("sparse_prefill", "cuda", False, 0)),
+    ("SM86 bf16 own, 16 heads", V32, synthetic(86), ("sparse_prefill", "cuda", False, 0)),
     ("SM90 bf16 own", V32, synthetic(90, libraries=("cuda", "triton")), ("sparse_prefill", "cuda", False, 0)),
     ("SM90 V4 own, 8 heads", replace(V4, attn_tp_size=8), FULL_H200, ("sparse_prefill", "flash_mla", True, 64)),
     ("SM90 V4 own, all heads", V4, FULL_H200, ("sparse_prefill", "flash_mla", True, 0)),
@@ -243,6 +243,7 @@ DECODES: list[tuple[str, ModelShape, DeviceProfile, tuple[str, str, bool, int]]]
     ("SM90 V4 own, 16 heads", replace(V4, attn_tp_size=4), FULL_H200, ("sparse_decode", "flash_mla", False, 64)),
     ("SM100 fp8 own", V32_FP8, FULL_B200, ("sparse_decode", "flash_mla", False, 64)),
     ("SM80 fp8 own", V32_FP8, synthetic(80), ("sparse_decode", "cuda", False, 0)),
+    ("SM80 bf16 own", V32, synthetic(80), ("sparse_decode", "cuda", False, 0)),
 ]
 
 

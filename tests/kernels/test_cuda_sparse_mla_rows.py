@@ -61,11 +61,25 @@ def test_blocks_fit_into_shared_memory(variant):
 
 
 @pytest.mark.parametrize(
-    ("sm", "heads", "tiles"), [(80, 16, [1, 2]), (86, 128, [1, 2, 4]), (89, 8, [1]), (120, 32, [1, 2, 4])]
+    ("sm", "heads", "blocks"), [(80, 16, [8, 16]), (86, 128, [8, 16, 32, 64]), (89, 8, [8]), (120, 32, [8, 16, 32])]
 )
-def test_variants_of_other_gpus(sm, heads, tiles):
+def test_variants_of_other_gpus(sm, heads, blocks):
     facts = DeviceFacts(sms=100, architecture=sm, shared_memory=shared_memory_per_block(sm))
-    assert [one.tiles for one in sparse_mla_rows.possible_variants(heads, facts)] == tiles
+    assert [one.heads for one in sparse_mla_rows.possible_variants(heads, facts)] == blocks
+
+
+@pytest.mark.parametrize("variant", sparse_mla_rows.PORTABLE_VARIANTS, ids=str)
+def test_portable_blocks_fit_into_99_kib(variant):
+    assert variant.shared_bytes <= shared_memory_per_block(86) == 99 * 1024
+
+
+def test_warps_in_teams_take_heads_of_their_own():
+    """The block has the heads of all its teams; the source is told of both."""
+    variant = sparse_mla_rows.RowsVariant(tiles=4, keys=16, blocks=1, stages=4, teams=2)
+    assert variant.heads == 64
+    assert variant.definitions == {
+        "NT": 4, "MIN_BLOCKS": 1, "KEYS": 16, "STAGES": 4, "PRODUCERS": 0, "TEAMS": 2
+    }  # fmt: skip
 
 
 def test_the_host_and_the_source_agree_on_constants():

@@ -6,8 +6,12 @@
 // nothing to convert: rows are copied to shared memory as they are and read from there by the tensor cores' loads.
 //
 //   S = K Q^T     warp (quarter, half): a quarter of the row's values, half of the keys. Quarters add up in shared memory.
-//   P = exp(S)    warp w: heads w, w + 8, ... with all keys.
+//   P = exp(S)    all keys of a column, by a warp or a part of one.
 //   O = V^T P     warp w: values 64 w to 64 w + 63 of every row.
+//
+// Two TEAMS of 4 warps have 8 * NT heads each and read the same rows. They meet apart, so that one can multiply while the
+// other exponentiates. A warp then takes all keys of its quarter in S, and 128 values in O. A team may be one step ahead:
+// a stage is filled again when all warps have said that they have read it.
 //
 // Positions and rows: positions 2 l and 2 l + 1 of S and P, l = 8 T + g, belong to rows 16 T + g and
 // 16 T + 8 + (g ^ 4) of shared memory, for the same reasons.
