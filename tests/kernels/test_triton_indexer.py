@@ -110,6 +110,24 @@ def test_nothing_is_read_behind_the_memory_of_converted_keys(monkeypatch, begin,
     assert [len(room) for room in rooms] == ([128] * 3 if most_keys == 128 else [384])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NaN behind the keys
+@pytest.mark.parametrize("dim", [40, 96])
+def test_converted_keys_of_a_dimension_that_is_padded(monkeypatch, dim):
+    """Blocks are as wide as the next power of two: what lies between the dimension and that is the next key's."""
+    q, k, k_scale, weights = indexer_inputs(5, 300, 8)
+    inputs, bounds = (q[..., :dim].contiguous(), k[:, :dim].contiguous(), k_scale, weights), ranges(5, 300)
+
+    def converted(keys, multiple):
+        room = convert(keys, multiple)
+        assert room.shape[1] == dim
+        room[len(keys) :] = math.nan
+        return room
+
+    convert = triton_indexer._converted
+    monkeypatch.setattr(triton_indexer, "_converted", converted)
+    check(topk(*inputs, *bounds, 25), *inputs, *bounds, 25)
+
+
 @pytest.mark.parametrize(("q_dtype", "k_dtype"), [(torch.bfloat16, torch.bfloat16), (FP8_DTYPE, torch.bfloat16)])
 def test_values_that_float16_does_not_have_are_not_converted_to_it(q_dtype, k_dtype):
     generator = torch.Generator().manual_seed(2)

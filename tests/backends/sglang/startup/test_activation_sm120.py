@@ -139,6 +139,22 @@ def test_a_server_that_the_plugin_leaves_keeps_its_flags(
     assert chosen(server_args) == NONE
 
 
+@pytest.mark.parametrize("revision", [None, "v2"])
+def test_the_configuration_is_that_of_the_revision_which_is_served(
+    monkeypatch: pytest.MonkeyPatch, revision: str | None
+) -> None:
+    """Two revisions of a model may differ in whether they have sparse attention."""
+    asked: list[tuple[str, str | None]] = []
+
+    def configured(path: str, *, revision: str | None = None) -> Any:
+        asked.append((path, revision))
+        return {"index_topk": 2048}, {}
+
+    monkeypatch.setattr("transformers.PretrainedConfig.get_config_dict", configured)
+    assert model.is_sparse(SimpleNamespace(model_path="name/model", revision=revision))
+    assert asked == [("name/model", revision)]
+
+
 @pytest.mark.parametrize("path", ["flashmla_kv", "flashmla_auto"])
 def test_the_user_may_give_the_paths_that_are_extended(
     process: SglangProcess, monkeypatch: pytest.MonkeyPatch, path: str
