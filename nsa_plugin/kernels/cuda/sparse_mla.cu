@@ -297,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #if HOPPER
     if (!is_cluster) return;
 
-    add_up_row(shared, shared, row, first_head, own_heads, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits, warp,
-               lane);
+    add_up_row(shared, shared, row, first_head, own_heads, heads, sink, out, out_row_stride, out_head_stride, lse,
+               max_logits, warp, lane);
 #endif
 }

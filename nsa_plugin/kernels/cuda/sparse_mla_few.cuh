@@ -43,11 +43,11 @@ constexpr int COLUMNS = HEADS * LANES / (32 * MEMBERS);  // columns of S that a 
 constexpr int S_STRIDE = KEYS + 4;  // floats between heads of S: lanes of a warp's store fall into 32 banks
 constexpr int P_STRIDE = KEYS + 8;  // halves between heads of P: 8 rows of a matrix in 32 banks
 constexpr int O_STRIDE = 516;       // floats between heads of a share's output in shared memory
-constexpr int SLACK = STAGES > TEAMS ? TEAMS : STAGES - 1;  // steps that a team may be ahead of another
 constexpr bool EMPTIES = PRODUCERS || TEAMS > 1;  // whether warps say that they have read a stage; else the block meets
 static_assert(HEADS * LANES % (32 * MEMBERS) == 0, "warps take whole columns");
 static_assert(HOPPER || !PRODUCERS, "warps that only copy leave their registers to others on SM90");
-static_assert(TEAMS == 1 || (!PRODUCERS && STAGES > 1), "a team copies while another reads");
+static_assert(TEAMS == 1 || (!HOPPER && !PRODUCERS), "a cluster has room for the output of one team a block");
+static_assert(PRODUCERS || STAGES > TEAMS, "a stage is filled TEAMS steps after it was read");
 
 // Row of shared memory of position 2 l + i of a block: see sparse_mla.cu.
 DEVICE int row_of(int l, int i) { return (l & 24) << 1 | i << 3 | ((l & 7) ^ i << 2); }

@@ -75,7 +75,7 @@ class FewHeadsVariant:
         """
         if not self.producers:
             return 0
-        return 8 if heads > 8 * self.tiles and self.tiles == 1 else 2
+        return 8 if heads > self.heads and self.tiles == 1 else 2
 
 
 AnyVariant = TypeVar("AnyVariant", bound=FewHeadsVariant)

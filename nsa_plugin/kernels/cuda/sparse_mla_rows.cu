@@ -10,8 +10,8 @@
 //   O = V^T P     warp w: values 64 w to 64 w + 63 of every row.
 //
 // Two TEAMS of 4 warps have 8 * NT heads each and read the same rows. They meet apart, so that one can multiply while the
-// other exponentiates. A warp then takes all keys of its quarter in S, and 128 values in O. A team may be one step ahead:
-// a stage is filled again when all warps have said that they have read it.
+// other exponentiates. A warp then takes all keys of its quarter in S, and 128 values in O. A stage is filled again two
+// steps later, once all warps have said that they have read it, so that no team waits for the other in a step.
 //
 // Positions and rows: positions 2 l and 2 l + 1 of S and P, l = 8 T + g, belong to rows 16 T + g and
 // 16 T + 8 + (g ^ 4) of shared memory, for the same reasons.
@@ -63,22 +63,17 @@ constexpr int KNOWERS = 32 / COPIES;
 DEVICE int known_row(int lane) { return HOPPER ? lane % COPIES : lane / KNOWERS; }
 
 #if !HOPPER
-// The rows of a copier to a stage, each by neighbouring lanes, 16 bytes a lane at a time: where they lie passes between
-// lanes before the first copy, since every access to shared memory behind one would wait.
+// The rows of a copier to a stage, each by the lanes that know its address, 16 bytes a lane at a time: nothing is read from
+// shared memory behind a copy, which would wait for it.
 DEVICE void copy_in_pieces(Shared& shared, int stage, int copier, int lane, const u8* row, u32 full) {
-    constexpr int LANES_EACH = KNOWERS < 8 ? 8 : KNOWERS, AT_ONCE = 32 / LANES_EACH;
-    constexpr int BYTES = 16 * LANES_EACH, REST = COPIED % BYTES / 16;
-    int own = lane / LANES_EACH, offset = lane % LANES_EACH * 16;
-    u32 to = shared_address(&shared.records[stage][(copier * COPIES + own) * ROW]) + offset;
+    constexpr int BYTES = 16 * KNOWERS, REST = COPIED % BYTES / 16;
+    static_assert(KNOWERS >= 8, "copies of a row are of 128 bytes or more");
+    int offset = lane % KNOWERS * 16;
+    u32 to = shared_address(&shared.records[stage][(copier * COPIES + known_row(lane)) * ROW]) + offset;
+    row += offset;
 #pragma unroll
-    for (int first = 0; first < COPIES; first += AT_ONCE, to += AT_ONCE * ROW) {
-        const u8* from = row;
-        if (COPIES > AT_ONCE) from = (const u8*)__shfl_sync(~0u, (u64)row, (first + own) * KNOWERS);
-        from += offset;
-#pragma unroll
-        for (int at = 0; at + BYTES <= COPIED; at += BYTES) copy_16_bytes(to + at, from + at);
-        if (lane % LANES_EACH < REST) copy_16_bytes(to + COPIED - REST * 16, from + COPIED - REST * 16);
-    }
+    for (int at = 0; at + BYTES <= COPIED; at += BYTES) copy_16_bytes(to + at, row + at);
+    if (lane % KNOWERS < REST) copy_16_bytes(to + COPIED - REST * 16, row + COPIED - REST * 16);
     arrive_with_copies(full);
 }
 #endif
@@ -86,6 +81,8 @@ DEVICE void copy_in_pieces(Shared& shared, int stage, int copier, int lane, cons
 // A warp copies COPIES rows; a lane knows where `known_row` of them lies, and whether it counts.
 DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const u8* row, bool valid) {
     u32 full = shared_address(&shared.full[stage]);
+    // With one team the block meets before this is read. With two it is read once the copies have arrived, which these
+    // threads start behind it; PTX orders the copies themselves that way, a GPU this store too.
     bool knows_first = HOPPER ? lane < COPIES : lane % KNOWERS == 0;
     if (knows_first) shared.valid[stage][copier * COPIES + known_row(lane)] = valid;
 #if !HOPPER
@@ -211,7 +208,7 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
                 for (int i = 0; i < 4; ++i) o[m][n][i] *= i & 1 ? alpha.y : alpha.x;
         }
     }
-    // Of one tile of heads a load brings two steps of 16 keys, of more two tiles.
+    // Of one tile of heads a load brings two steps of 16 keys, of more two tiles. Of one tile and step, half of it is unused.
     u32 p_address = shared_address(own.p) + j * P_STRIDE * 2 + (matrix & 1) * 16 +
                     (matrix >> 1) * (NT > 1 ? 8 * P_STRIDE * 2 : 32);
     // Position 16 k + 8 (matrix >> 1) + j lies k tiles of 16 rows on.
@@ -326,11 +323,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
         multiply_queries(shared, own, stage, query, quarter, part, lane);
         // S is there, and nobody of the team reads P or the stage before any more.
         meet(team);
-        if (!PRODUCERS && block - begin >= SLACK && block + STAGES - SLACK < end) {
-            int freed = stage >= SLACK ? stage - SLACK : stage - SLACK + STAGES;
-            if (EMPTIES) barrier_wait(shared_address(&shared.empty[freed]), stage >= SLACK ? parity : parity ^ 1);
-            copy(block + STAGES - SLACK, freed, next);
-            next = slot_of(block + STAGES - SLACK + 1, i);
+        if (!PRODUCERS && block - begin >= TEAMS && block + STAGES - TEAMS < end) {
+            int freed = stage >= TEAMS ? stage - TEAMS : stage - TEAMS + STAGES;
+            if (EMPTIES) barrier_wait(shared_address(&shared.empty[freed]), stage >= TEAMS ? parity : parity ^ 1);
+            copy(block + STAGES - TEAMS, freed, next);
+            next = slot_of(block + STAGES - TEAMS + 1, i);
         }
         bool changed = exponentiate(shared, own, stage, state, scale_log2, member, lane);
         changed = meet_or(changed, team);  // P is there, and nobody reads S any more
@@ -397,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     }
 #if HOPPER
     if (!is_cluster) return;
-    add_up_row(shared, own, row, first_head, own_heads, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits, warp,
-               lane);
+    add_up_row(shared, own, row, first_head, own_heads, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits,
+               warp, lane);
 #endif
 }

@@ -85,7 +85,7 @@ PORTABLE_VARIANTS = (
 
 @functools.cache
 def possible_variants(heads: int, facts: DeviceFacts) -> Mapping[RowsVariant, int]:
-    """Those that calls with this many query heads may use on a device, in ascending order of their tiles;
+    """Those that calls with this many query heads may use on a device, in ascending order of their heads;
     and the shared memory of a block in bytes."""
     known = VARIANTS if facts.architecture == HOPPER else PORTABLE_VARIANTS
     usable = [one for one in known if one.shared_bytes <= facts.shared_memory]
