@@ -81,8 +81,8 @@ DEVICE void copy_in_pieces(Shared& shared, int stage, int copier, int lane, cons
 // A warp copies COPIES rows; a lane knows where `known_row` of them lies, and whether it counts.
 DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const u8* row, bool valid) {
     u32 full = shared_address(&shared.full[stage]);
-    // With one team the block meets before this is read. With two it is read once the copies have arrived, which these
-    // threads start behind it; PTX orders the copies themselves that way, a GPU this store too.
+    // Read after the block has met, or on SM90 after the copying warp's arrival below. With two teams it is read when the
+    // copies have arrived that these threads start behind it: PTX says that of the copies alone, and GPUs keep the order.
     bool knows_first = HOPPER ? lane < COPIES : lane % KNOWERS == 0;
     if (knows_first) shared.valid[stage][copier * COPIES + known_row(lane)] = valid;
 #if !HOPPER
