@@ -128,6 +128,7 @@ DEVICE void multiply_queries(Shared& shared, int stage, const Query& query, Part
     }
 }
 
+// Two keys a lane.
 struct State : Softmax<COLUMNS> {
     int reference;  // exponent that the scales of the warp's values are relative to
 };
