@@ -126,7 +126,7 @@ def _measure(suites: list[Suite], args: argparse.Namespace) -> int:
     tables.print_rates(out, torch.cuda.get_device_name(), rates)
     host = record.describe_host(rates, l2=timer.l2, commit=args.commit)
     if args.portable:
-        host["emulates"] = sm
+        host |= {"emulates": sm, "emulates_blocks": True}
         # The emulated GPU multiplies no fp8: its products run as float16.
         rates = replace(rates, fp8_matmul_tflops=rates.matmul_tflops)
     failed = []

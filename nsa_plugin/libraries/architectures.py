@@ -95,6 +95,18 @@ def shared_memory_per_block(sm: int) -> int:
     return SHARED_MEMORY_PER_BLOCK.get(sm, _WITHOUT_OPT_IN) if sm else 0
 
 
+def padded_shared_memory(needed: int, *, emulated: int, real: int) -> int:
+    """Bytes of shared memory for a block, so that a multiprocessor holds no more blocks than an emulated GPU's would.
+
+    Args:
+        needed: bytes that the block needs.
+        emulated, real: most bytes that a block may request there and here; a multiprocessor has 1 KiB more, and keeps
+            1 KiB of it for each block.
+    """
+    resident = (emulated + KIB) // (needed + KIB)
+    return max(needed, (real + KIB) // (resident + 1) + 1 - KIB)
+
+
 def is_sm120(sm: int) -> bool:
     """Whether an SM version is of the SM120 family: SM120 or SM121."""
     return sm // 10 == 12

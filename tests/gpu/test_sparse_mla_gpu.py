@@ -368,14 +368,13 @@ def test_every_variant_of_the_cuda_kernel_over_rows(heads, splits, with_length):
 
 
 @pytest.mark.parametrize("heads", [5, 16, 40, 72])
-@pytest.mark.parametrize("number", range(len(sparse_mla_rows.PORTABLE_VARIANTS)))
+@pytest.mark.parametrize("variant", [*sparse_mla_rows.PORTABLE_VARIANTS, sparse_mla_rows.ROOMY_VARIANTS[1]], ids=str)
 @pytest.mark.parametrize("splits", [1, 3, 16])
 @pytest.mark.parametrize("with_length", [False, True])
-def test_every_variant_of_the_cuda_kernel_over_rows_as_on_older_gpus(heads, number, splits, with_length, emulated):
+def test_every_variant_of_the_cuda_kernel_over_rows_as_on_older_gpus(heads, variant, splits, with_length, emulated):
     case = decode_case(
         layout="bf16", batch=3, s_q=2, heads=heads, slots=2048, topk=700, with_length=with_length, seed=heads
     )
-    variant = sparse_mla_rows.PORTABLE_VARIANTS[number]
     result = decode_op(sparse_mla_rows.attend)(**case, splits=splits, variant=variant)
     assert_same(result, reference_decode(**case, out_dtype=torch.float32))
 

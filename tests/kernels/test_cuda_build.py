@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from shutil import which
 from types import ModuleType, SimpleNamespace
@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from nsa_plugin.kernels.cuda import build, nvrtc, sparse_mla, sparse_mla_launch
+from nsa_plugin.kernels.triton import device
+from nsa_plugin.libraries.architectures import padded_shared_memory
 
 ATTRIBUTES = ("MAX_DYNAMIC_SHARED_SIZE_BYTES", "NON_PORTABLE_CLUSTER_SIZE_ALLOWED")
 
@@ -91,6 +93,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.loaded: list[bytes] = []
+        self.attributes: list[tuple[str, int]] = []
         self.CUfunction_attribute = IntEnum("Attribute", [f"CU_FUNC_ATTRIBUTE_{name}" for name in ATTRIBUTES])
         self.CUfunction = int
 
@@ -104,7 +107,8 @@ class Driver:
     def cuDeviceGet(self, index):
         return Status.OK, index
 
-    def cuKernelSetAttribute(self, *given):
+    def cuKernelSetAttribute(self, attribute, value, kernel, device):
+        self.attributes.append((attribute.name.removeprefix("CU_FUNC_ATTRIBUTE_"), value))
         return (Status.OK,)
 
 
@@ -288,6 +292,39 @@ def test_a_launch_passes_pointers_and_numbers_by_address(monkeypatch):
     seen["status"] = Status.WRONG
     with pytest.raises(build.KernelBuildError, match=r"attend: launch of grid \(1, 2, 3\) failed: WRONG"):
         kernel((1, 2, 3), (4, 5, 6), arguments)
+
+
+H100 = device.DeviceFacts(sms=132, architecture=90, shared_memory=227 << 10)
+
+
+@pytest.fixture(params=[None, 86], ids=["native", "as SM86"])
+def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], int]:
+    """Bytes of shared memory with which an H100 launches a block that needs some, natively and as an SM86 GPU."""
+    monkeypatch.setattr(device, "_emulated", request.param)
+    monkeypatch.setattr(device, "_probed", lambda of: H100)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    if request.param is None:
+        return lambda needed: needed
+    return lambda needed: padded_shared_memory(needed, emulated=99 << 10, real=H100.shared_memory) if needed else 0
+
+
+@pytest.mark.parametrize("needed", [0, 40 << 10, 95 << 10])
+def test_a_launch_and_the_load_ask_for_the_shared_memory_of_the_emulated_gpu(
+    needed: int, launched: Callable[[int], int], compiler: Compiler, driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[int] = []
+
+    def launch(handle, *rest):
+        asked.append(rest[6])
+        return (Status.OK,)
+
+    driver.cuLaunchKernel = launch
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
+    kernel = build.load_kernel("topk.cu", "topk_rows", max_dynamic_shared=needed)
+    kernel((1, 1, 1), (32, 1, 1), (), shared_bytes=needed)
+    most = [value for name, value in driver.attributes if name == "MAX_DYNAMIC_SHARED_SIZE_BYTES"]
+    assert asked == [launched(needed)]
+    assert most == ([launched(needed)] if needed else [])
 
 
 REAL = """

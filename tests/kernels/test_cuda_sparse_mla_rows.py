@@ -68,6 +68,15 @@ def test_variants_of_other_gpus(sm, heads, blocks):
     assert [one.heads for one in sparse_mla_rows.possible_variants(heads, facts)] == blocks
 
 
+@pytest.mark.parametrize(("sm", "two"), [(80, True), (86, False), (87, True), (89, False), (120, False)])
+def test_teams_take_16_heads_where_two_blocks_share_a_multiprocessor(sm, two):
+    facts = DeviceFacts(sms=100, architecture=sm, shared_memory=shared_memory_per_block(sm))
+    (variant,) = (one for one in sparse_mla_rows.possible_variants(16, facts) if one.heads == 16)
+    assert (variant.teams == 2) == two
+    if two:
+        assert 2 * (variant.shared_bytes + 1024) <= facts.shared_memory + 1024
+
+
 @pytest.mark.parametrize("variant", sparse_mla_rows.PORTABLE_VARIANTS, ids=str)
 def test_portable_blocks_fit_into_99_kib(variant):
     assert variant.shared_bytes <= shared_memory_per_block(86) == 99 * 1024

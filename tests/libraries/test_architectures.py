@@ -8,9 +8,18 @@ import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ci.docs import RECORDS, ROOT
-from nsa_plugin.libraries.architectures import EMULATED, EVIDENCE, SHARED_MEMORY_PER_BLOCK, evidence
+from nsa_plugin.libraries.architectures import (
+    EMULATED,
+    EVIDENCE,
+    KIB,
+    SHARED_MEMORY_PER_BLOCK,
+    evidence,
+    padded_shared_memory,
+)
 from nsa_plugin.tools.compare.record import read
 from nsa_plugin.tools.pages.summary import engine_name, model_family
 
@@ -86,3 +95,29 @@ def test_a_line_of_doctor_says_it_briefly(sm: int) -> None:
     assert len(evidence(sm, brief=True)) <= 70
     assert evidence(86, brief=True) == "SM86: compiled in the tests; emulated; not run on such a GPU"
     assert evidence(90, brief=True) == "SM90: compiled in the tests; run on H100 and H200"
+
+
+def resident(block: int, limit: int) -> int:
+    """Blocks that a multiprocessor has shared memory for: it has 1 KiB more than a block may request, and keeps 1 KiB
+    of it for each block."""
+    return (limit + KIB) // (block + KIB)
+
+
+@pytest.mark.parametrize(("needed", "without", "blocks"), [(95, 2, 1), (50, 4, 1), (49, 4, 2), (40, 5, 2), (99, 2, 1)])
+def test_an_h100_holds_no_more_blocks_than_the_gpu_that_it_emulates(needed: int, without: int, blocks: int) -> None:
+    real = SHARED_MEMORY_PER_BLOCK[90]
+    padded = padded_shared_memory(needed * KIB, emulated=SHARED_MEMORY_PER_BLOCK[86], real=real)
+    assert resident(needed * KIB, real) == without
+    assert resident(padded, real) == blocks
+    assert resident(padded - 1, real) == blocks + 1, "padded by no more than that"
+
+
+@given(st.data())
+def test_padding_leaves_room_for_the_emulated_gpus_blocks(data: st.DataObject) -> None:
+    limits = sorted(set(SHARED_MEMORY_PER_BLOCK.values()))
+    emulated = data.draw(st.sampled_from(limits))
+    real = data.draw(st.sampled_from([limit for limit in limits if limit >= emulated]))
+    needed = data.draw(st.integers(1, emulated))
+    padded = padded_shared_memory(needed, emulated=emulated, real=real)
+    assert needed <= padded <= real
+    assert resident(padded, real) == resident(needed, emulated)

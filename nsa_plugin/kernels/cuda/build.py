@@ -25,6 +25,7 @@ import torch
 
 from nsa_plugin.kernels.cuda import nvrtc
 from nsa_plugin.kernels.cuda.nvrtc import KernelBuildError
+from nsa_plugin.kernels.triton.device import launched_shared_memory
 
 logger = logging.getLogger("nsa_plugin")
 
@@ -63,7 +64,7 @@ class CudaKernel:
             grid, block: three numbers each.
             args: in the kernel's order. A tensor is passed as its data pointer, None as a null pointer;
                 numbers are ctypes values of the width that the kernel declares.
-            shared_bytes: dynamic shared memory of a block.
+            shared_bytes: dynamic shared memory of a block. While another GPU is emulated, `launched_shared_memory`.
             cluster: blocks of a cluster, three numbers.
 
         Raises:
@@ -71,6 +72,7 @@ class CudaKernel:
         """
         from cuda.bindings import driver
 
+        shared_bytes = launched_shared_memory(shared_bytes)
         values = [
             ctypes.c_void_p(arg.data_ptr() if arg is not None else 0)
             if arg is None or isinstance(arg, torch.Tensor)
@@ -133,7 +135,8 @@ def load_kernel(
     Raises:
         KernelBuildError: it does not compile or load; the message has the log.
     """
-    return _load(source, name, _sorted(defines or {}), max_dynamic_shared, torch.cuda.current_device())
+    shared = launched_shared_memory(max_dynamic_shared)
+    return _load(source, name, _sorted(defines or {}), shared, torch.cuda.current_device())
 
 
 def when_loaded(listener: Callable[[str], None]) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_plugin.libraries.architectures import FIRST_WITH_FP8, shared_memory_per_block
+from nsa_plugin.libraries.architectures import FIRST_WITH_FP8, padded_shared_memory, shared_memory_per_block
 
 
 class DeviceFacts(NamedTuple):
@@ -72,6 +72,17 @@ def facts_of(device: torch.device) -> DeviceFacts:
     if _emulated is None:
         return found
     return found._replace(architecture=_emulated, shared_memory=shared_memory_per_block(_emulated))
+
+
+def launched_shared_memory(needed: int) -> int:
+    """Return the bytes of shared memory to launch a block of the current GPU with: more than it needs while emulating.
+
+    See `padded_shared_memory`. Triton chooses the memory of its kernels itself.
+    """
+    if _emulated is None or not needed:
+        return needed
+    real = _probed(torch.device("cuda", torch.cuda.current_device())).shared_memory
+    return padded_shared_memory(needed, emulated=shared_memory_per_block(_emulated), real=real)
 
 
 @lru_cache

@@ -173,6 +173,7 @@ def test_the_portable_path_makes_a_record_of_its_own(
     path = tmp_path / "h200" / "portable-scalars.json"
     made = json.loads(path.read_text())
     assert (made["suite"], made["host"]["emulates"]) == ("portable-scalars", 86)
+    assert made["host"]["emulates_blocks"]
     assert not (tmp_path / "h200" / "scalars.json").exists()
     rates = {row["provider"]: row["tflops"] for row in made["rows"] if "tflops" in row}
     median = next(row["median_us"] for row in made["rows"] if row["provider"] == "other")
