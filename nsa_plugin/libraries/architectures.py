@@ -95,16 +95,26 @@ def shared_memory_per_block(sm: int) -> int:
     return SHARED_MEMORY_PER_BLOCK.get(sm, _WITHOUT_OPT_IN) if sm else 0
 
 
+def resident_blocks(needed: int, limit: int) -> int:
+    """Blocks that the shared memory of an SM suffices for: it has 1 KiB more than a block may request, and keeps 1 KiB
+    of it for each block.
+
+    Args:
+        needed: bytes that a block needs.
+        limit: most bytes that a block may request.
+    """
+    return (limit + KIB) // (needed + KIB)
+
+
 def padded_shared_memory(needed: int, *, emulated: int, real: int) -> int:
-    """Bytes of shared memory for a block, so that a multiprocessor holds no more blocks than an emulated GPU's would.
+    """Bytes of shared memory to give a block, so that an SM holds no more blocks than an emulated GPU's would.
 
     Args:
         needed: bytes that the block needs.
-        emulated, real: most bytes that a block may request there and here; a multiprocessor has 1 KiB more, and keeps
-            1 KiB of it for each block.
+        emulated, real: most bytes that a block may request there and here.
     """
-    resident = (emulated + KIB) // (needed + KIB)
-    return max(needed, (real + KIB) // (resident + 1) + 1 - KIB)
+    one_more = resident_blocks(needed, emulated) + 1
+    return max(needed, (real + KIB) // one_more + 1 - KIB)
 
 
 def is_sm120(sm: int) -> bool:

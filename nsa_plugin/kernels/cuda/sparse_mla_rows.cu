@@ -239,8 +239,9 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
 }
 
 // Attention of query row `blockIdx.x`, for the heads of all teams from HEADS * TEAMS * `blockIdx.y` on, over the share
-// `blockIdx.z` of its entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are
-// a cluster, which adds up in the end, or `partial_out` and `partials` hold every share's own for `combine`.
+// `blockIdx.z` of its entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks
+// of all shares are a cluster, which adds up in the end, or `partial_out` and `partials` hold every share's own for
+// `combine`.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads, Scope scope,
     const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,

@@ -30,7 +30,7 @@ from nsa_plugin.kernels.cuda.sparse_mla_launch import (
 from nsa_plugin.kernels.sparse_mla import Scope, SparseMlaCall, SparseMlaResult
 from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.layouts import BF16
-from nsa_plugin.libraries.architectures import KIB
+from nsa_plugin.libraries.architectures import resident_blocks
 
 SOURCE = "sparse_mla_rows.cu"
 DIM = 576
@@ -81,22 +81,21 @@ PORTABLE_VARIANTS = (
     RowsVariant(tiles=4, keys=32, blocks=1),
     RowsVariant(tiles=4, keys=16, blocks=1, stages=4, teams=2),
 )
-"""For other GPUs than SM90: what 99 KiB of shared memory suffice for, one block a multiprocessor."""
+"""For other GPUs than SM90: what 99 KiB of shared memory suffice for, one block an SM."""
 ROOMY_VARIANTS = (
     PORTABLE_VARIANTS[0],
     RowsVariant(tiles=1, keys=16, blocks=1, stages=4, teams=2),
     *PORTABLE_VARIANTS[2:],
 )
-"""The same where two blocks share a multiprocessor: SM80 and SM87. Teams were slower for 16 heads where one has it."""
-TWO_BLOCKS = 2 * ROOMY_VARIANTS[1].shared_bytes + KIB
-"""Bytes that a block may request where a multiprocessor, with 1 KiB more, has memory for two blocks and 1 KiB each."""
+"""For SM80 and SM87, whose SMs hold two of these blocks. With one block an SM, teams were slower for 16 heads."""
 
 
 @functools.cache
 def possible_variants(heads: int, facts: DeviceFacts) -> Mapping[RowsVariant, int]:
     """Those that calls with this many query heads may use on a device, in ascending order of their heads;
     and the shared memory of a block in bytes."""
-    portable = ROOMY_VARIANTS if facts.shared_memory >= TWO_BLOCKS else PORTABLE_VARIANTS
+    roomy = resident_blocks(ROOMY_VARIANTS[1].shared_bytes, facts.shared_memory) > 1
+    portable = ROOMY_VARIANTS if roomy else PORTABLE_VARIANTS
     known = VARIANTS if facts.architecture == HOPPER else portable
     usable = [one for one in known if one.shared_bytes <= facts.shared_memory]
     return {one: one.shared_bytes for one in up_to(heads, usable)}
