@@ -110,9 +110,11 @@ def padded_shared_memory(needed: int, *, emulated: int, real: int) -> int:
     """Bytes of shared memory to give a block, so that an SM holds no more blocks than an emulated GPU's would.
 
     Args:
-        needed: bytes that the block needs.
+        needed: bytes that the block needs. More than the emulated GPU has stay as they are.
         emulated, real: most bytes that a block may request there and here.
     """
+    if needed > emulated:
+        return needed
     one_more = resident_blocks(needed, emulated) + 1
     return max(needed, (real + KIB) // one_more + 1 - KIB)
 

@@ -1,4 +1,5 @@
-"""python -m tests.backends.fuzz [COUNT] [--seed N]: random batches of vLLM through one layer, against float32.
+"""python -m tests.backends.fuzz [COUNT] [--seed N] [--jobs N]: random batches of vLLM through one layer, against
+float32.
 
 Each batch mixes decode and verify steps, requests without query tokens, prompts that attend densely, and prompts that
 select, with and without a prefix; some are padded as for a CUDA graph. Some are followed by a layer that shares the
@@ -11,7 +12,11 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from random import Random
+
+import torch
 
 from nsa_plugin.decision.plan import Plan
 from tests.backends.fake_vllm.v32 import CPU, HEADS, MAX_LEN, MAX_ROWS, WITH_FLASH_MLA, Step, World, planner
@@ -19,6 +24,8 @@ from tests.backends.fake_vllm.v32 import CPU, HEADS, MAX_LEN, MAX_ROWS, WITH_FLA
 REQUESTS = 11
 CALLED_TOPK = 128
 """Selected tokens that FlashMLA supports."""
+CHUNK = 20
+"""Batches that a process takes at a time."""
 
 
 def world(random: Random) -> World:
@@ -80,14 +87,14 @@ def next_batch(random: Random, last: Step) -> Step:
     return last.world.step(requests, **padding)
 
 
-def run(count: int, seed: int) -> Counter[str]:
-    """Check `count` batches; return how many had a part with each attention path.
+def run(numbers: range, seed: int) -> Counter[str]:
+    """Check the batches with these numbers; return how many had a part with each attention path.
 
     Raises:
         AssertionError: an output differs from the reference, or anything was raised.
     """
     seen: Counter[str] = Counter()
-    for number in range(count):
+    for number in numbers:
         random = Random(f"{seed}:{number}")
         step = None
         try:
@@ -110,13 +117,17 @@ def run(count: int, seed: int) -> Counter[str]:
     return seen
 
 
-def main(check: Callable[[int, int], Counter[str]], what: str) -> None:
+def main(check: Callable[[range, int], Counter[str]], what: str) -> None:
     """Run a fuzzer from the command line."""
     parser = argparse.ArgumentParser(description=f"Run {what}.")
     parser.add_argument("count", type=int, nargs="?", default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     given = parser.parse_args()
-    for name, times in check(given.count, given.seed).most_common():
+    chunks = [range(first, min(first + CHUNK, given.count)) for first in range(0, given.count, CHUNK)]
+    with ProcessPoolExecutor(given.jobs, initializer=torch.set_num_threads, initargs=(1,)) as processes:
+        seen = sum(processes.map(check, chunks, repeat(given.seed)), Counter[str]())
+    for name, times in seen.most_common():
         print(f"{times:7} {name}")
 
 

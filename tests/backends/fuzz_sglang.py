@@ -211,15 +211,15 @@ def without_sglang() -> Iterator[None]:
         sys.modules.update(before)
 
 
-def run(count: int, seed: int) -> Counter[str]:
-    """Check `count` batches; return how many were attended in each way.
+def run(numbers: range, seed: int) -> Counter[str]:
+    """Check the batches with these numbers; return how many were attended in each way.
 
     Raises:
         AssertionError: a batch is wrong, or anything was raised.
     """
     seen: Counter[str] = Counter()
     with without_sglang():
-        for number in range(count):
+        for number in numbers:
             try:
                 seen.update(run_one(Random(f"{seed}:{number}"), number))
             except Exception as error:

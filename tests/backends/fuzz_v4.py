@@ -100,14 +100,14 @@ def of_sglang(random: Random, **settings: Any) -> set[str]:
     return {f"sglang, {name}" for name in backend.nsa_plugin.planner.trace.counts}
 
 
-def run(count: int, seed: int) -> Counter[str]:
-    """Check `count` batches, of both engines in turn; return how many were attended in each way.
+def run(numbers: range, seed: int) -> Counter[str]:
+    """Check the batches with these numbers, of both engines in turn; return how many were attended in each way.
 
     Raises:
         AssertionError: an output is wrong, or anything was raised.
     """
     seen: Counter[str] = Counter()
-    for number in range(count):
+    for number in numbers:
         check = (of_vllm, of_sglang)[number % 2]
         try:
             seen.update(check(Random(f"{seed}:{number}")))

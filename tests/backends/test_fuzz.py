@@ -18,19 +18,19 @@ PATHS = {"decode: sparse_decode", "target_verify: sparse_decode", "extend: spars
 
 
 def test_random_batches_of_vllm_attend_as_the_reference() -> None:
-    seen = {name.partition(" by ")[0] for name in fuzz.run(25, seed=2)}
+    seen = {name.partition(" by ")[0] for name in fuzz.run(range(25), seed=2)}
     assert seen >= PATHS | {"steps like the last batch's"}
 
 
 def test_random_batches_of_sglang_select_and_attend_as_the_reference() -> None:
-    seen = fuzz_sglang.run(80, seed=0)
+    seen = fuzz_sglang.run(range(80), seed=0)
     assert {name.partition(" by ")[0] for name in seen} >= PATHS
     # The CUDA kernel takes the mixed batch of an fp8 cache for which SGLang makes no copy.
     assert {"MIXED, extend: sparse_prefill by cuda", "a layer that shares the selection of the one before"} <= set(seen)
 
 
 def test_random_batches_of_v4_attend_as_a_dense_computation() -> None:
-    seen = set(fuzz_v4.run(20, seed=0))
+    seen = set(fuzz_v4.run(range(20), seed=0))
     assert seen >= {"vllm, extend: direct", "vllm, extend: bf16 rows", "vllm, extend: decode kernel"}
     assert seen >= {"sglang, extend/sparse_prefill/reference", "sglang, target_verify/sparse_decode/reference"}
 
@@ -64,14 +64,14 @@ def test_the_fuzzer_of_vllm_notices_wrong_sparse_attention(
 
     monkeypatch.setattr(Providers, "_attended", wrong)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        fuzz.run(6, seed=2)
+        fuzz.run(range(6), seed=2)
 
 
 def test_the_fuzzer_of_vllm_notices_a_wrong_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention._slots
     monkeypatch.setattr(attention, "_slots", lambda *given: right(*given).roll(1, 0))
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        fuzz.run(6, seed=2)
+        fuzz.run(range(6), seed=2)
 
 
 def test_the_fuzzer_of_vllm_notices_wrong_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_the_fuzzer_of_vllm_notices_wrong_dense_attention(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(attention, "keys_and_values", of_other_tokens)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        fuzz.run(12, seed=2)
+        fuzz.run(range(12), seed=2)
 
 
 @pytest.mark.parametrize("check", [fuzz_v4.of_vllm, fuzz_v4.of_sglang])
@@ -105,4 +105,4 @@ def test_the_fuzzer_notices_a_wrong_selection(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(indexer, "_transformed", shifted)
     with pytest.raises(AssertionError, match="query token"):
-        fuzz_sglang.run(60, seed=0)
+        fuzz_sglang.run(range(60), seed=0)

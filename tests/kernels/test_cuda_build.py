@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from shutil import which
@@ -14,6 +15,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
 
 from nsa_plugin.kernels.cuda import build, nvrtc, sparse_mla, sparse_mla_launch
 from nsa_plugin.kernels.triton import device
@@ -325,6 +328,33 @@ def test_a_launch_and_the_load_ask_for_the_shared_memory_of_the_emulated_gpu(
     most = [value for name, value in driver.attributes if name == "MAX_DYNAMIC_SHARED_SIZE_BYTES"]
     assert asked == [launched(needed)]
     assert most == ([launched(needed)] if needed else [])
+
+
+@pytest.mark.parametrize("needed", [0, 40 << 10, 95 << 10, 200 << 10])
+def test_triton_launches_its_kernels_so_too(
+    needed: int, launched: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[int] = []
+
+    def load(self: CompiledKernel) -> None:
+        if self.module is None:
+            self.module = object()
+            loaded.append(self.metadata.shared)
+
+    monkeypatch.setattr(CompiledKernel, "_init_handles", load)
+    for _ in range(2):
+        device._pad_triton_kernels()
+    kernel = CompiledKernel.__new__(CompiledKernel)
+    metadata = {"num_warps": 4, "num_ctas": 1, "cluster_dims": (1, 1, 1), "shared": needed}
+    metadata["target"] = GPUTarget("cuda", 90, 32)
+    kernel.metadata, kernel.module = namedtuple("Metadata", metadata)(**metadata), None
+    for _ in range(2):
+        kernel._init_handles()
+    kernel.module = None  # nothing is loaded that could be unloaded
+    # An engine's kernel that the emulated GPU could not run stays as it is.
+    wanted = needed if needed > 99 << 10 else launched(needed)
+    assert loaded == [kernel.metadata.shared] == [wanted]
+    assert wanted in kernel.packed_metadata
 
 
 REAL = """

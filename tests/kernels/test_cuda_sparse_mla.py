@@ -93,7 +93,8 @@ def test_a_call_fills_the_device_once(rows, heads, topk, tiles, producers, split
 def test_without_clusters_another_kernel_adds_up_any_number_of_shares():
     facts = DeviceFacts(sms=132, architecture=86, shared_memory=shared_memory_per_block(86))
     variants = sparse_mla.possible_variants(8, "v32_fp8", facts)
-    assert sparse_mla_launch.choose_variant(16, 8, 2048, 132, variants)[1] == 16
+    assert sparse_mla_launch.choose_variant(8, 8, 2048, 132, variants)[1] == 16
+    assert sparse_mla_launch.choose_variant(16, 8, 2048, 132, variants)[1] == 8, "one block an SM"
     assert sparse_mla_launch.choose_variant(16, 8, 2048, 132, variants, lambda variant, shares: 5)[1] == 2
 
 

@@ -112,6 +112,12 @@ def test_an_h100_holds_no_more_blocks_than_the_gpu_that_it_emulates(needed: int,
     assert resident(padded - 1, real) == blocks + 1, "padded by no more than that"
 
 
+def test_a_block_that_the_emulated_gpu_could_not_hold_is_not_padded() -> None:
+    real = SHARED_MEMORY_PER_BLOCK[90]
+    for needed in (99 * KIB + 1, 200 * KIB, real):
+        assert padded_shared_memory(needed, emulated=SHARED_MEMORY_PER_BLOCK[86], real=real) == needed
+
+
 @given(st.data())
 def test_padding_leaves_room_for_the_emulated_gpus_blocks(data: st.DataObject) -> None:
     limits = sorted(set(SHARED_MEMORY_PER_BLOCK.values()))

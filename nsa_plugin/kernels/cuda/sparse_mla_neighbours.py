@@ -20,6 +20,7 @@ import torch
 from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_union
 from nsa_plugin.kernels.cuda.build import load_kernel
 from nsa_plugin.kernels.cuda.sparse_mla_launch import (
+    HOPPER,
     NOT_SHARING,
     SHARING,
     CudaScope,
@@ -31,7 +32,7 @@ from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     writable_rows,
 )
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
-from nsa_plugin.kernels.triton.device import facts_of
+from nsa_plugin.kernels.triton.device import DeviceFacts, facts_of
 from nsa_plugin.layouts import V32_FP8
 
 SOURCE = "sparse_mla_sample.cu"
@@ -43,9 +44,11 @@ MOST_HEADS = 8
 MIN_ROWS = 4096
 """Fewest query tokens of a batch for which it is worth it: the sample and the kernels that end at once take as long
 whatever the batch, by the record 8% of the time of 512 query tokens."""
-ALONE = sparse_mla.VARIANTS[0]
-"""How a token is attended alone: two blocks an SM, with 8 heads each, in one share. It suits every GPU: it is the first
-one of `PORTABLE_VARIANTS`, too."""
+
+
+def alone(facts: DeviceFacts) -> sparse_mla.Variant:
+    """How a token is attended alone on a device: in one share, 8 heads a block."""
+    return (sparse_mla.VARIANTS if facts.architecture == HOPPER else sparse_mla.PORTABLE_VARIANTS)[0]
 
 
 def suits(call: SparseMlaCall) -> bool:
@@ -74,7 +77,7 @@ def _load(topk: int, flat: bool, device: torch.device) -> None:
     load_kernel(SOURCE, "sample")
     united = tuple((defines | {"GATE": SHARING}).items())
     sparse_mla_union.kernels(topk, sparse_mla_union.variant_for(facts), united, device.index)
-    sparse_mla.load(ALONE, V32_FP8.name, defines | {"GATE": NOT_SHARING}, device.index)
+    sparse_mla.load(alone(facts), V32_FP8.name, defines | {"GATE": NOT_SHARING}, device.index)
 
 
 def attend(call: SparseMlaCall) -> SparseMlaResult:
@@ -99,7 +102,7 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
     found = sample(call.rows, cuda_scope(call, given, V32_FP8), call.q.device)
     own = SparseMlaResult(written, result.lse, result.max_logits)
     sparse_mla_union.attend(call, gate=found, result=own)
-    sparse_mla.attend(call, variant=ALONE, gate=found, result=own)
+    sparse_mla.attend(call, variant=alone(facts_of(call.q.device)), gate=found, result=own)
     if written.data_ptr() != result.out.data_ptr():
         result.out.copy_(written)
     return result

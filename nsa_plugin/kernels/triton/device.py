@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from functools import lru_cache
 from typing import NamedTuple
@@ -51,6 +52,7 @@ def emulate(sm: int | None) -> None:
     global _emulated, _set_before
     if _emulated is None:
         _set_before = os.environ.get(WITHOUT_WGMMA)
+        _pad_triton_kernels()
     _emulated = sm
     value = _set_before if sm is None else "1"
     if value is None:
@@ -77,12 +79,30 @@ def facts_of(device: torch.device) -> DeviceFacts:
 def launched_shared_memory(needed: int) -> int:
     """Return the bytes of shared memory to launch a block of the current GPU with: more than it needs while emulating.
 
-    See `padded_shared_memory`. Triton chooses the memory of its kernels itself.
+    See `padded_shared_memory`.
     """
     if _emulated is None or not needed:
         return needed
     real = _probed(torch.device("cuda", torch.cuda.current_device())).shared_memory
     return padded_shared_memory(needed, emulated=shared_memory_per_block(_emulated), real=real)
+
+
+def _pad_triton_kernels() -> None:
+    """Have Triton launch each kernel that it loads from now on with `launched_shared_memory`."""
+    from triton.compiler.compiler import CompiledKernel, make_backend  # not needed for kernels in CUDA C++
+
+    load = CompiledKernel._init_handles
+    if hasattr(load, "__wrapped__"):
+        return
+
+    @functools.wraps(load)
+    def padded(self: CompiledKernel) -> None:
+        if self.module is None:
+            self.metadata = self.metadata._replace(shared=launched_shared_memory(self.metadata.shared))
+            self.packed_metadata = make_backend(self.metadata.target).pack_metadata(self.metadata)
+        load(self)
+
+    CompiledKernel._init_handles = padded
 
 
 @lru_cache

@@ -27,8 +27,8 @@ from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
 if TYPE_CHECKING:
     import aiohttp
 
-TTFT, PREFILL, DECODE, MIXED, TURNS = "ttft", "prefill", "decode", "mixed", "turns"
-SPEED_CASES = (TTFT, PREFILL, DECODE, MIXED, TURNS)
+TTFT, PREFILL, DECODE, STEPS, MIXED, TURNS = "ttft", "prefill", "decode", "steps", "mixed", "turns"
+SPEED_CASES = (TTFT, PREFILL, DECODE, STEPS, MIXED, TURNS)
 FIRST = "first_"
 """Prefix of a measure of the first repetition, which meets whatever a server still has to compile."""
 
@@ -38,6 +38,8 @@ USUAL_OUTPUT = 256
 _REPEAT_DECODE, _REPEAT_LONG_DECODE, _LONG_DECODE = 21, 3, 1024
 # `DECODE` in one request: without a stream per request the server's CPU time for HTTP does not hide the GPU's.
 _DECODE_IN_ONE, _REPEAT_DECODE_IN_ONE = 32, 9
+# `STEPS`: one request alone, whose steps the host's part is the largest share of.
+_STEPS, _REPEAT_STEPS = 512, 21
 # `MIXED`: one long prompt and many short ones, each with some output so that prefills meet decodes.
 _LONG, _SHORTS, _SHORT, _MIXED_OUTPUT, _REPEAT_MIXED = 60_000, 40, 1000, 32, 9
 # `TURNS`: pairs of a long and a short prompt, so that a chunk of 8192 tokens has both kinds.
@@ -98,6 +100,7 @@ class SpeedLoad:
             TTFT: ("ttft_ms",),
             PREFILL: ("ttft_ms", "input_tokens_per_s"),
             DECODE: ("itl_ms", "output_tokens_per_s"),
+            STEPS: ("itl_ms",),
             MIXED: ("ttft_ms", "long_ttft_ms"),
         }[self.case]
 
@@ -111,8 +114,8 @@ def loads(
     """The loads of `cases`.
 
     They are: one request of each of three lengths; 100 prompts of 2000 tokens with one token out, each in its own
-    request and all in one; 16 prompts of 4096 with 256 out, and 32 in one request; 40 of 1000 behind one of 60000; and
-    12 of 3000 and 12 of 1000 in turn, all in one. No prompt is longer than `context`: the load behind one of 60000 is
+    request and all in one; 16 prompts of 4096 with 256 out, and 32 in one request; one of 4096 with 512 out; 40 of 1000
+    behind one of 60000; and 12 of 3000 and 12 of 1000 in turn, all in one. No prompt is longer than `context`: the load behind one of 60000 is
     left out if the context is too short (`left_out`), the others become shorter.
 
     Args:
@@ -139,6 +142,9 @@ def loads(
             # Before all others, so that its first pass is the first that servers of a run without answers get.
             found.insert(0, load)
         found.append(SpeedLoad(name, DECODE, 16, prompt, new_tokens, repeat))
+    if STEPS in cases:
+        prompt, new_tokens = decode_prompt(context), min(_STEPS, context)
+        found.append(SpeedLoad(f"steps-{prompt}-{new_tokens}-out", STEPS, 1, prompt, new_tokens, _REPEAT_STEPS))
     if MIXED in cases and context >= _LONG:
         found.append(SpeedLoad(_mixed_name(), MIXED, _SHORTS, _SHORT, _MIXED_OUTPUT, _REPEAT_MIXED, long=_LONG))
     if TURNS in cases:

@@ -112,7 +112,7 @@ def test_context_without_a_selection_is_refused() -> None:
 def test_loads_fit_the_context() -> None:
     assert [load.name for load in loads(32000)] == [
         *("decode-32x4096-in-one", "ttft-2000", "ttft-8192", "ttft-32000"),
-        *("prefill-100x2000", "prefill-100x2000-in-one", "decode-16x4096", "turns-12x3000-1000"),
+        *("prefill-100x2000", "prefill-100x2000-in-one", "decode-16x4096", "steps-4096-512-out", "turns-12x3000-1000"),
     ]
     assert [load.name for load in loads(300)] == [
         "decode-32x300-in-one",
@@ -120,6 +120,7 @@ def test_loads_fit_the_context() -> None:
         "prefill-100x300",
         "prefill-100x300-in-one",
         "decode-16x300",
+        "steps-300-300-out",
         "turns-12x300-300",
     ]
     assert loads(300, ["single"]) == []

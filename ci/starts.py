@@ -1,0 +1,158 @@
+"""``python -m ci.starts ENGINE -- FLAGS``: how much longer a start and a decode step take with the plugin.
+
+Servers that are started alike differ by more than the plugin adds, so one pair says little. Each pair starts a server
+of the stock engine and one with the plugin, one after the other, and in the other order than the pair before. Both
+answer the same requests, one at a time: the load `steps` of `nsa-plugin compare`. A pair that does not count comes
+first and fills the caches.
+
+The settings are the environment's. With ``NSA_PLUGIN_DECODE_BACKEND=flash_mla`` the steps run the engine's kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ci.rows import ROOT
+from nsa_plugin.commands.arguments import positive, seconds
+from nsa_plugin.commands.compare_options import ENGINES
+from nsa_plugin.tools import records
+from nsa_plugin.tools.compare import load, model
+from nsa_plugin.tools.compare.measured import PLUGIN, STOCK
+from nsa_plugin.tools.compare.record import describe_host
+from nsa_plugin.tools.pages.markdown import markdown_table
+from nsa_plugin.tools.pages.summary import engine_name
+from nsa_plugin.tools.serving.engine import FAMILIES, V32, ServedEngine
+from nsa_plugin.tools.serving.process import Server, ServerSpec
+
+RECORDS = ROOT / "docs" / "starts"
+"""Records that the page shows."""
+CONTEXT = 4096
+ANSWERS_S = 120.0
+COLUMNS = ("servers", "pairs", "start, stock", "longer with the plugin", "decode step, stock", "with the plugin")
+
+
+class Reading(NamedTuple):
+    """Of one server: seconds of its start, and milliseconds of a decode step, the median of each answer."""
+
+    start_s: float
+    steps_ms: list[float]
+
+
+def reading_of(engine: ServedEngine, spec: ServerSpec, answers: int, vocab: int) -> Reading:
+    """Start a server and time its start and its steps; the first answer warms it up."""
+    (steps,) = load.loads(CONTEXT, [load.STEPS])
+    with Server(spec) as server:
+        found = [load.measure(engine, server.url, steps, number, vocab, ANSWERS_S) for number in range(answers + 1)]
+    return Reading(round(server.start_seconds, 2), [round(one["itl_ms"], 4) for one in found[1:]])
+
+
+class Mean(NamedTuple):
+    """A mean and its standard error."""
+
+    value: float
+    error: float
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """Of at least two values."""
+    return Mean(statistics.mean(values), statistics.stdev(values) / len(values) ** 0.5)
+
+
+def differences(record: Mapping[str, Any]) -> tuple[Mean, Mean]:
+    """Seconds that a start takes longer with the plugin, and a step's time over stock's, each over all pairs."""
+    pairs = list(zip(*(record["servers"][role] for role in (STOCK, PLUGIN)), strict=True))
+    longer = [ours["start_s"] - stock["start_s"] for stock, ours in pairs]
+    ratios = [statistics.median(ours["steps_ms"]) / statistics.median(stock["steps_ms"]) for stock, ours in pairs]
+    return mean_of(longer), mean_of(ratios)
+
+
+def line_of(record: dict[str, Any]) -> list[str]:
+    longer, ratio = differences(record)
+    stock = record["servers"][STOCK]
+    start = statistics.mean(one["start_s"] for one in stock)
+    step = statistics.mean(statistics.median(one["steps_ms"]) for one in stock)
+    chosen = ", ".join(f"{name.removeprefix('NSA_PLUGIN_').lower()}={value}" for name, value in record["set"].items())
+    what = f"{engine_name(record)}, {record['family'].upper()}, {record['heads']} heads" + (
+        f", {chosen}" * bool(chosen)
+    )
+    return [
+        what,
+        str(len(stock)),
+        f"{start:.1f} s",
+        f"{longer.value:+.2f} ± {longer.error:.2f} s",
+        f"{step:.3f} ms",
+        f"{ratio.value - 1:+.2%} ± {ratio.error:.2%}",
+    ]
+
+
+def page_table(folder: Path = RECORDS) -> str:
+    """The records of a folder, one a line; behind ± the standard error of the mean over the pairs."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return markdown_table(COLUMNS, [line_of(record) for record in found])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m ci.starts",
+        description="Time starts and decode steps of pairs of servers, stock and with the plugin.",
+        epilog="-- FLAGS of the engine",
+    )
+    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("--heads", type=positive, default=64, help="attention heads of the model (%(default)s)")
+    parser.add_argument("--family", choices=FAMILIES, default=V32, help="model family (%(default)s)")
+    parser.add_argument("--pairs", type=positive, default=8, help="pairs that count, at least 2 (%(default)s)")
+    parser.add_argument("--answers", type=positive, default=3, help="timed answers of each server (%(default)s)")
+    parser.add_argument("--workdir", type=Path, default=Path("starts-work"), help="checkpoint and logs (%(default)s)")
+    parser.add_argument(
+        "--start-timeout", type=seconds, default=600.0, metavar="SECONDS", help="for each start (%(default)g)"
+    )
+    parser.add_argument("--json", type=Path, metavar="DIR", help="write a record into DIR, after each pair")
+    parser.add_argument("--commit", help="source commit, where the source is in no checkout")
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    given, flags = parser.parse_args(words[:end]), words[end + 1 :]
+    if given.pairs < 2:
+        parser.error("--pairs is 1; a standard error needs at least 2")
+    engine = ENGINES[given.engine]()
+    made = model.spec_of(given.family, given.heads, None, mtp=False)
+    checkpoint = (given.workdir / model.checkpoint_name(made)).resolve()
+    given.workdir.mkdir(parents=True, exist_ok=True)
+    model.make_checkpoint(made, checkpoint, print)
+    vocab = int(made.config()["vocab_size"])
+    chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NSA_PLUGIN_")}
+    specs = {
+        role: server_spec(engine, role, checkpoint, flags, given.workdir, given.start_timeout)
+        for role in (STOCK, PLUGIN)
+    }
+    host = describe_host(*records.gpu_and_driver(), 1, given.commit)
+    suite = f"starts-{engine.name}-{given.family}-{given.heads}heads"
+    servers: dict[str, list[dict[str, Any]]] = {role: [] for role in specs}
+    what = {"engine": f"{engine.name} {engine.version()}", "family": given.family, "heads": given.heads}
+    record = (
+        records.head(suite, "python -m ci.starts", host) | what | {"flags": flags, "set": chosen, "servers": servers}
+    )
+    for pair in range(given.pairs + 1):
+        order = [STOCK, PLUGIN] if pair % 2 else [PLUGIN, STOCK]
+        readings = {role: reading_of(engine, specs[role], given.answers, vocab) for role in order}
+        print(f"pair {pair}: {readings}", flush=True)
+        if not pair:
+            if not report_file(given.workdir).exists():
+                parser.exit(1, f"the plugin's server wrote no report; see {specs[PLUGIN].log}\n")
+            continue
+        for role, reading in readings.items():
+            servers[role].append(reading._asdict())
+        if pair > 1:
+            print(markdown_table(COLUMNS, [line_of(record)]), flush=True)
+            if given.json:
+                records.save(record, given.json / f"{suite}.json")
+
+
+if __name__ == "__main__":
+    main()
