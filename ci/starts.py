@@ -11,6 +11,7 @@ The settings are the environment's. With ``NSA_PLUGIN_DECODE_BACKEND=flash_mla``
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -53,6 +54,11 @@ def reading_of(engine: ServedEngine, spec: ServerSpec, answers: int, vocab: int)
     return Reading(round(server.start_seconds, 2), [round(one["itl_ms"], 4) for one in found[1:]])
 
 
+def command(engine: ServedEngine, checkpoint: Path, flags: Sequence[str], role: str, port: int) -> list[str]:
+    """The command line of a role's server."""
+    return engine.command(checkpoint, port, flags, plugin=role == PLUGIN)
+
+
 class Mean(NamedTuple):
     """A mean and its standard error."""
 
@@ -79,11 +85,9 @@ def line_of(record: dict[str, Any]) -> list[str]:
     start = statistics.mean(one["start_s"] for one in stock)
     step = statistics.mean(statistics.median(one["steps_ms"]) for one in stock)
     chosen = ", ".join(f"{name.removeprefix('NSA_PLUGIN_').lower()}={value}" for name, value in record["set"].items())
-    what = f"{engine_name(record)}, {record['family'].upper()}, {record['heads']} heads" + (
-        f", {chosen}" * bool(chosen)
-    )
+    what = [engine_name(record), record["family"].upper(), f"{record['heads']} heads", *([chosen] if chosen else [])]
     return [
-        what,
+        ", ".join(what),
         str(len(stock)),
         f"{start:.1f} s",
         f"{longer.value:+.2f} ± {longer.error:.2f} s",
@@ -125,25 +129,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     checkpoint = (given.workdir / model.checkpoint_name(made)).resolve()
     given.workdir.mkdir(parents=True, exist_ok=True)
     model.make_checkpoint(made, checkpoint, print)
-    vocab = int(made.config()["vocab_size"])
+    vocab = int(json.loads((checkpoint / "config.json").read_text())["vocab_size"])
     chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NSA_PLUGIN_")}
+    report = (given.workdir / "plugin-report.json").resolve()
     specs = {
-        role: server_spec(engine, role, checkpoint, flags, given.workdir, given.start_timeout)
+        role: ServerSpec(
+            command=functools.partial(command, engine, checkpoint, flags, role),
+            environ={**engine.environ(plugin=role == PLUGIN), "NSA_PLUGIN_REPORT": str(report)},
+            log=given.workdir / f"{role}.log",
+            start_timeout=given.start_timeout,
+        )
         for role in (STOCK, PLUGIN)
     }
     host = describe_host(*records.gpu_and_driver(), 1, given.commit)
     suite = f"starts-{engine.name}-{given.family}-{given.heads}heads"
     servers: dict[str, list[dict[str, Any]]] = {role: [] for role in specs}
-    what = {"engine": f"{engine.name} {engine.version()}", "family": given.family, "heads": given.heads}
-    record = (
-        records.head(suite, "python -m ci.starts", host) | what | {"flags": flags, "set": chosen, "servers": servers}
-    )
+    what: dict[str, Any] = {"engine": f"{engine.name} {engine.version()}", "family": given.family, "heads": given.heads}
+    what |= {"flags": flags, "set": chosen, "servers": servers}
+    record = records.head(suite, "python -m ci.starts", host) | what
     for pair in range(given.pairs + 1):
         order = [STOCK, PLUGIN] if pair % 2 else [PLUGIN, STOCK]
         readings = {role: reading_of(engine, specs[role], given.answers, vocab) for role in order}
         print(f"pair {pair}: {readings}", flush=True)
         if not pair:
-            if not report_file(given.workdir).exists():
+            if not report.exists():
                 parser.exit(1, f"the plugin's server wrote no report; see {specs[PLUGIN].log}\n")
             continue
         for role, reading in readings.items():

@@ -115,8 +115,8 @@ def loads(
 
     They are: one request of each of three lengths; 100 prompts of 2000 tokens with one token out, each in its own
     request and all in one; 16 prompts of 4096 with 256 out, and 32 in one request; one of 4096 with 512 out; 40 of 1000
-    behind one of 60000; and 12 of 3000 and 12 of 1000 in turn, all in one. No prompt is longer than `context`: the load behind one of 60000 is
-    left out if the context is too short (`left_out`), the others become shorter.
+    behind one of 60000; and 12 of 3000 and 12 of 1000 in turn, all in one. No prompt is longer than `context`: the load
+    behind one of 60000 is left out if the context is too short (`left_out`), the others become shorter.
 
     Args:
         prompts: lengths in tokens of the single requests, if given.
