@@ -152,8 +152,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         readings = {role: reading_of(engine, specs[role], given.answers, vocab) for role in order}
         print(f"pair {pair}: {readings}", flush=True)
         if not pair:
-            if not report.exists():
-                parser.exit(1, f"the plugin's server wrote no report; see {specs[PLUGIN].log}\n")
+            if not (report.exists() and json.loads(report.read_text())["active"]):
+                parser.exit(1, f"the plugin does not serve; see {specs[PLUGIN].log}\n")
             continue
         for role, reading in readings.items():
             servers[role].append(reading._asdict())

@@ -19,9 +19,12 @@ def run(tmp_path: Path, fake: Callable[..., Path], monkeypatch: pytest.MonkeyPat
     """Runs the command with the stand-in's model; the record, or None if there is none."""
     monkeypatch.setattr(starts, "CONTEXT", 40)
     monkeypatch.setattr(load, "_STEPS", 5)
-    monkeypatch.setattr(starts.model, "make_checkpoint", lambda spec, path, say: shutil.copytree(fake(), path))
+    monkeypatch.setattr(
+        starts.model, "make_checkpoint", lambda spec, path, say: shutil.copytree(tmp_path / "model", path)
+    )
 
-    def call(engine: str, *more: str) -> Any:
+    def call(engine: str, *more: str, mode: str = "") -> Any:
+        fake(mode)
         folder = tmp_path / "records"
         line = [engine, "--workdir", str(tmp_path / "work"), "--json", str(folder), "--commit", "0123abc", *more]
         starts.main(line)
@@ -51,10 +54,15 @@ def test_pairs_of_servers_are_timed_in_changing_order(
     assert third.index("plugin") < third.index("stock")
 
 
-def test_a_server_without_the_plugin_is_no_pair(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starts, "PLUGIN", "another role")  # no server is switched on
+@pytest.mark.parametrize("off", ["it is not switched on", "it leaves the model to stock"])
+def test_no_pair_counts_where_the_plugin_does_not_serve(
+    off: str, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if off == "it is not switched on":
+        stock = starts.command
+        monkeypatch.setattr(starts, "command", lambda *given: stock(*given[:3], starts.STOCK, given[-1]))
     with pytest.raises(SystemExit) as ended:
-        run("sglang", "--pairs", "2", "--answers", "1")
+        run("sglang", "--pairs", "2", "--answers", "1", mode="inactive" if "leaves" in off else "")
     assert ended.value.code == 1
 
 
