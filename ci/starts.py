@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ci.rows import ROOT
 from nsa_plugin.commands.arguments import positive, seconds
 from nsa_plugin.commands.compare_options import ENGINES
 from nsa_plugin.tools import records
@@ -32,18 +31,18 @@ from nsa_plugin.tools.pages.summary import engine_name
 from nsa_plugin.tools.serving.engine import FAMILIES, V32, ServedEngine
 from nsa_plugin.tools.serving.process import Server, ServerSpec
 
-RECORDS = ROOT / "docs" / "starts"
-"""Records that the page shows."""
 CONTEXT = 4096
 ANSWERS_S = 120.0
 COLUMNS = ("servers", "pairs", "start, stock", "longer with the plugin", "decode step, stock", "with the plugin")
 
 
 class Reading(NamedTuple):
-    """Of one server: seconds of its start, and milliseconds of a decode step, the median of each answer."""
+    """Of one server: seconds of its start, milliseconds of a decode step (the median of each answer), and what the
+    plugin reports of its warm-up."""
 
     start_s: float
     steps_ms: list[float]
+    warm_up: str = ""
 
 
 def reading_of(engine: ServedEngine, spec: ServerSpec, answers: int, vocab: int) -> Reading:
@@ -80,6 +79,7 @@ def differences(record: Mapping[str, Any]) -> tuple[Mean, Mean]:
 
 
 def line_of(record: dict[str, Any]) -> list[str]:
+    """A record in a line; behind ± the standard error of the mean over the pairs."""
     longer, ratio = differences(record)
     stock = record["servers"][STOCK]
     start = statistics.mean(one["start_s"] for one in stock)
@@ -94,12 +94,6 @@ def line_of(record: dict[str, Any]) -> list[str]:
         f"{step:.3f} ms",
         f"{ratio.value - 1:+.2%} ± {ratio.error:.2%}",
     ]
-
-
-def page_table(folder: Path = RECORDS) -> str:
-    """The records of a folder, one a line; behind ± the standard error of the mean over the pairs."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    return markdown_table(COLUMNS, [line_of(record) for record in found])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -150,10 +144,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for pair in range(given.pairs + 1):
         order = [STOCK, PLUGIN] if pair % 2 else [PLUGIN, STOCK]
         readings = {role: reading_of(engine, specs[role], given.answers, vocab) for role in order}
+        said = json.loads(report.read_text()) if report.exists() else {}
+        if not said.get("active"):
+            parser.exit(1, f"the plugin does not serve; see {specs[PLUGIN].log}\n")
+        readings[PLUGIN] = readings[PLUGIN]._replace(warm_up=said.get("facts", {}).get("warm-up", "none"))
         print(f"pair {pair}: {readings}", flush=True)
         if not pair:
-            if not (report.exists() and json.loads(report.read_text())["active"]):
-                parser.exit(1, f"the plugin does not serve; see {specs[PLUGIN].log}\n")
             continue
         for role, reading in readings.items():
             servers[role].append(reading._asdict())

@@ -8,7 +8,7 @@
      "refused": [{"op", "case", "provider", "reason"}], "failed": [the same], "skipped": [{"op", "case"}]}
 
 `host` has "emulates", an SM version, where the plugin's kernels ran as on that GPU, and since 2026-11-27
-"emulates_blocks": a multiprocessor held no more blocks of CUDA kernels than that GPU's would. Some rows have more:
+"emulates_blocks": a multiprocessor held no more blocks of a kernel than that GPU's would. Some rows have more:
 `tflops` (useful operations over the median), `gather_us`, `extra_mib`, `up_projection_us`, `absorb_us`. Failed and
 wrong results are not among the rows.
 """

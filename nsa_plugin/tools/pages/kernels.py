@@ -66,7 +66,7 @@ def _provenance(path: Path, record: Row) -> str:
     rates += [f"fp8 matmul {host['fp8_matmul_tflops']} TFLOPS"] if host.get("fp8_matmul_tflops") else []
     emulated = ""
     if sm := host.get("emulates"):
-        held = " and no more blocks of CUDA kernels on an SM" if host.get("emulates_blocks") else ""
+        held = " and no more blocks on an SM" if host.get("emulates_blocks") else ""
         emulated = (
             f", the plugin's kernels as on SM{sm} ({shared_memory_per_block(sm) >> 10} KiB of shared memory for a "
             f"block{held}, fp8 codes multiplied as float16); the floor is the limit at this GPU's copy and bf16 rates"

@@ -1,4 +1,4 @@
-"""Pairs of servers, with stand-ins for the engines: what is recorded, and what the page says of it."""
+"""Pairs of servers, with stand-ins for the engines: what is recorded, and how a line of it reads."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ def test_pairs_of_servers_are_timed_in_changing_order(
         for one in servers:
             assert one["start_s"] > 0
             assert len(one["steps_ms"]) == 1
+    assert {one["warm_up"] for one in record["servers"]["stock"]} == {""}
+    assert {one["warm_up"] for one in record["servers"]["plugin"]} == {"none"}
     first, second, third = (line for line in capsys.readouterr().out.splitlines() if line.startswith("pair "))
     assert first.index("plugin") < first.index("stock")
     assert second.index("stock") < second.index("plugin")
@@ -85,10 +87,8 @@ RECORD: dict[str, Any] = {
 }
 
 
-def test_the_page_has_means_over_the_pairs(tmp_path: Path) -> None:
-    (tmp_path / "one.json").write_text(json.dumps(RECORD))
-    *_, line = starts.page_table(tmp_path).splitlines()
-    assert [cell.strip() for cell in line.strip("|").split("|")] == [
+def test_a_line_has_means_over_the_pairs() -> None:
+    assert starts.line_of(RECORD) == [
         "vLLM 0.33.0, V3.2, 64 heads, decode_backend=flash_mla",
         "2",
         "31.0 s",
