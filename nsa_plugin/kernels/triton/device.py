@@ -46,8 +46,9 @@ _set_before: str | None = None  # the variable's value without emulation
 def emulate(sm: int | None) -> None:
     """Make the kernels of this process act as on a GPU of SM version `sm`, or (None) as on the real one.
 
-    Call it before the first kernel runs: what Triton has compiled stays. Processors are the device's own. Other Triton
-    kernels of the process, and of those that it starts, have no warpgroup instructions either.
+    Call it before the first kernel runs: what Triton has loaded stays. Processors are the device's own. Other Triton
+    kernels of the process have no warpgroup instructions and no more blocks on a processor either; those of processes
+    that it starts have no warpgroup instructions.
     """
     global _emulated, _set_before
     if _emulated is None:
