@@ -1,4 +1,5 @@
-"""python -m tests.backends.fuzz_sglang [COUNT] [--seed N]: random batches of SGLang through one layer, against float64.
+"""python -m tests.backends.fuzz_sglang [COUNT] [--seed N] [--jobs N]: random batches of SGLang through one layer,
+against float64.
 
 A batch is a prefill (whole, chunked, or after a cached prefix, with requests that have no query tokens), a prefill with
 decode steps, a decode step, or a verify step; some are padded as for MLP-sync. Several layers attend some of them, each

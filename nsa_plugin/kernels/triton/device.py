@@ -41,6 +41,7 @@ WITHOUT_WGMMA = "DISABLE_MMA_V3"
 
 _emulated: int | None = None
 _set_before: str | None = None  # the variable's value without emulation
+_PADS = "pads_shared_memory"  # marks what `_pad_triton_kernels` has put in place
 
 
 def emulate(sm: int | None) -> None:
@@ -93,7 +94,7 @@ def _pad_triton_kernels() -> None:
     from triton.compiler.compiler import CompiledKernel, make_backend  # not needed for kernels in CUDA C++
 
     load = CompiledKernel._init_handles
-    if hasattr(load, "__wrapped__"):
+    if getattr(load, _PADS, False):
         return
 
     @functools.wraps(load)
@@ -103,6 +104,7 @@ def _pad_triton_kernels() -> None:
             self.packed_metadata = make_backend(self.metadata.target).pack_metadata(self.metadata)
         load(self)
 
+    setattr(padded, _PADS, True)
     CompiledKernel._init_handles = padded
 
 

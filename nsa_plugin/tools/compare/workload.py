@@ -164,15 +164,22 @@ def random_tokens(seed: int | str, count: int, vocab_size: int) -> tuple[int, ..
 
 
 def _prefix_requests(selects_above: int, tokens: Callable[[str, int], tuple[int, ...]]) -> list[PromptRequest]:
-    """Two pairs of prompts with a shared prefix, in total below and above `selects_above`."""
+    """Prompts with a shared prefix, in total below and above `selects_above`: a first one, one that goes on otherwise
+    in its middle, and one that goes on from its end, as the next turn of a conversation does.
+
+    Engines keep a sliding window, which V4 has, only where they expect to go on, as from the end of a prompt.
+    """
     made = []
     for name, shared_count, more in (
         ("below-topk", selects_above // 2, selects_above // 8),
         ("above-topk", selects_above * 3 // 2, selects_above // 4),
     ):
         shared = tokens(f"{name}/shared", shared_count)
-        made.append(PromptRequest(name=f"{name}-first", prompt=shared + tokens(f"{name}/first", more)))
+        first = shared + tokens(f"{name}/first", more)
+        made.append(PromptRequest(name=f"{name}-first", prompt=first))
         again = shared + tokens(f"{name}/again", more + 1)
         # Caches keep whole pages: half of the prefix is enough to show a hit.
         made.append(PromptRequest(name=f"{name}-again", prompt=again, cached_tokens=shared_count // 2))
+        turn = first + tokens(f"{name}/turn", more // 2)
+        made.append(PromptRequest(name=f"{name}-turn", prompt=turn, cached_tokens=shared_count // 2))
     return made

@@ -91,7 +91,13 @@ def test_no_prompt_is_longer_than_the_context_and_pairs_hold_the_same(index_topk
         assert common == prompts[1].keys()
         assert all(prompts[0][name] == prompts[1][name] for name in common)
     again = [r for r in groups["prefix"].requests if r.cached_tokens]
-    assert len({len(request.prompt) > index_topk for request in again}) == 2  # one below index_topk, one above
+    assert len({len(request.prompt) > index_topk for request in again}) == 2  # some below index_topk, some above
+    prompts = [request.prompt for request in groups["prefix"].requests]
+    for first, other, turn in (prompts[:3], prompts[3:]):
+        assert other[: len(first) // 2] == first[: len(first) // 2]
+        assert other[: len(first)] != first
+        assert turn[: len(first)] == first
+        assert len(turn) > len(first)
 
 
 def test_prompts_do_not_depend_on_the_cases() -> None:
