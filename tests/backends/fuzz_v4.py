@@ -1,5 +1,5 @@
-"""python -m tests.backends.fuzz_v4 [COUNT] [--seed N] [--jobs N]: random DeepSeek-V4 batches of vLLM and SGLang, against
-a dense computation, through a layer of each compress ratio.
+"""python -m tests.backends.fuzz_v4 [COUNT] [--seed N] [--jobs N]: random DeepSeek-V4 batches of vLLM and SGLang,
+against a dense computation, through a layer of each compress ratio.
 
 A batch of vLLM has decode and verify steps, requests without query tokens, prefills with and without a prefix, and
 padding as for a CUDA graph, on one of the execution paths. One of SGLang is a prefill, with requests that have no query
