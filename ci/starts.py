@@ -143,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = records.head(suite, "python -m ci.starts", host) | what
     for pair in range(given.pairs + 1):
         order = [STOCK, PLUGIN] if pair % 2 else [PLUGIN, STOCK]
+        report.unlink(missing_ok=True)
         readings = {role: reading_of(engine, specs[role], given.answers, vocab) for role in order}
         said = json.loads(report.read_text()) if report.exists() else {}
         if not said.get("active"):
