@@ -56,14 +56,6 @@ struct Cut {
     int room, tied;
 };
 
-DEVICE float4 load_once(const float4* address) {
-    float4 value;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "l"(address));
-    return value;
-}
-
 DEVICE int warp_inclusive_sum(int value) {
     const int lane = threadIdx.x & 31;
 #pragma unroll

@@ -1,0 +1,135 @@
+"""The CUDA kernels for older GPUs, run on a CPU, against the references: `cuda_on_cpu` says how.
+
+A GPU shows more: memory that threads read and write at once, and what a compiler for GPUs makes of the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_plugin.kernels.cuda import (
+    build,
+    sparse_mla,
+    sparse_mla_launch,
+    sparse_mla_neighbours,
+    sparse_mla_rows,
+    sparse_mla_union,
+    topk,
+)
+from nsa_plugin.kernels.sparse_mla import decode_op, reference_decode, reference_prefill
+from nsa_plugin.kernels.topk import reference_topk_rows
+from tests.kernels import cuda_on_cpu
+from tests.kernels.sparse_mla_cases import DECODE_TOLERANCE, PREFILL_TOLERANCE, decode_case, facts_of, prefill_case
+
+pytestmark = pytest.mark.skipif(
+    cuda_on_cpu.COMPILER is None or torch.cuda.is_available(), reason="needs g++, and runs where there is no GPU"
+)
+
+MODULES = (sparse_mla_launch, sparse_mla_neighbours, sparse_mla_union)
+CACHED = (
+    sparse_mla_launch.kernels,
+    sparse_mla_launch.nothings,
+    sparse_mla_neighbours._load,
+    sparse_mla_rows.zeros,
+    sparse_mla_union.kernels,
+)
+EXTRA = ("v4_fp8", 512, 70, 64)
+
+
+@pytest.fixture(autouse=True)
+def run_as(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Runs CUDA kernels on the CPU, as on a GPU of an SM version: SM86 until it is called."""
+
+    def as_sm(sm: int) -> None:
+        for module in MODULES:
+            monkeypatch.setattr(module, "facts_of", lambda device: facts_of(sm))
+
+    for module in (*MODULES, build):
+        monkeypatch.setattr(module, "load_kernel", cuda_on_cpu.load_kernel)
+    monkeypatch.setattr(sparse_mla_launch, "compile_together", lambda source, sets: None)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    as_sm(86)
+    for cached in CACHED:
+        cached.cache_clear()
+    yield as_sm
+    for cached in CACHED:
+        cached.cache_clear()
+
+
+def check_decode(attend: Any, layout: str, heads: int, splits: int, seed: int = 0) -> None:
+    extra = EXTRA if layout == "v4_fp8" else None
+    case = decode_case(layout=layout, batch=4, s_q=1, heads=heads, slots=512, topk=150, extra=extra, seed=seed + heads)
+    result = decode_op(attend)(**case, splits=splits)
+    expected = reference_decode(**case, out_dtype=torch.float32)
+    absolute, relative = DECODE_TOLERANCE
+    torch.testing.assert_close(result.out.float(), expected.out, atol=absolute, rtol=relative)
+    torch.testing.assert_close(result.lse, expected.lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "splits"), [(5, 1), (40, 3)])
+@pytest.mark.parametrize("variant", sparse_mla.PORTABLE_VARIANTS, ids=str)
+@pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
+def test_sparse_mla(layout: str, variant: sparse_mla.Variant, heads: int, splits: int) -> None:
+    check_decode(partial(sparse_mla.attend, variant=variant), layout, heads, splits)
+
+
+@pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
+def test_sparse_mla_with_conversions_of_fp8(layout: str, run_as: Callable[[int], None]) -> None:
+    run_as(89)
+    check_decode(partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[1]), layout, 16, 2)
+
+
+@pytest.mark.parametrize(("heads", "splits"), [(5, 1), (40, 3)])
+@pytest.mark.parametrize("variant", [*sparse_mla_rows.PORTABLE_VARIANTS, sparse_mla_rows.ROOMY_VARIANTS[1]], ids=str)
+def test_sparse_mla_over_rows(variant: sparse_mla_rows.RowsVariant, heads: int, splits: int) -> None:
+    check_decode(partial(sparse_mla_rows.attend, variant=variant), "bf16", heads, splits)
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+@pytest.mark.parametrize("attend", [sparse_mla_neighbours.prefill, sparse_mla_union.prefill])
+def test_unions_of_neighbouring_tokens(attend: Any, sharing: bool) -> None:
+    case = prefill_case(tokens=6, heads=7, slots=512, topk=150, layout="v32_fp8", with_length=False, with_sink=False)
+    if sharing:
+        case["indices"] = case["indices"][[0, 1, 2, 2, 4, 4]]
+    result = attend(**case, out_dtype=torch.bfloat16)
+    expected = reference_prefill(**case, out_dtype=torch.float32)
+    absolute, relative = PREFILL_TOLERANCE
+    torch.testing.assert_close(result.out.float(), expected.out, atol=absolute, rtol=relative)
+
+
+@pytest.mark.parametrize("columns", [1, 700, 5000])
+def test_topk_rows(columns: int) -> None:
+    made = torch.Generator().manual_seed(columns)
+    logits = torch.randn(5, columns, generator=made)
+    logits[1] = logits[1].round()  # many are equal
+    logits[2, ::3] = float("nan")
+    starts = torch.tensor([0, 0, 3, columns // 2, columns], dtype=torch.int32).clamp(max=columns)
+    ends = torch.full_like(starts, columns)
+    found = topk.topk_rows(logits, starts, ends, 64).sort(-1).values
+    torch.testing.assert_close(found, reference_topk_rows(logits, starts, ends, 64).sort(-1).values)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        # The records of a step are not waited for.
+        ("barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);", ""),
+        # P is read before all warps have written it.
+        ("changed = meet_or(changed);  // P is there", "// P is there"),
+        # Half of the keys do not weigh.
+        ("state.sum[j] += p[0] + p[1];", "state.sum[j] += p[0];"),
+    ],
+    ids=["no wait", "no meeting", "half of the keys"],
+)
+def test_a_fault_is_noticed(edit: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_on_cpu, "edits", [edit])
+    attend = partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[0])
+    with pytest.raises(AssertionError, match=r"not close|wait for each other"):
+        check_decode(attend, "v32_fp8", 5, 1)
