@@ -73,13 +73,8 @@ class CudaKernel:
         from cuda.bindings import driver
 
         shared_bytes = launched_shared_memory(shared_bytes)
-        values = [
-            ctypes.c_void_p(arg.data_ptr() if arg is not None else 0)
-            if arg is None or isinstance(arg, torch.Tensor)
-            else arg
-            for arg in args
-        ]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        values = values_of(args)
+        pointers = pointers_to(values)
         stream = torch.cuda.current_stream().cuda_stream
         if cluster is not None:
             config = _clustered(grid, block, cluster, shared_bytes, stream)
@@ -102,6 +97,21 @@ class CudaKernel:
         config = _clustered(cluster, block, cluster, shared_bytes, 0)
         error, clusters = driver.cuOccupancyMaxActiveClusters(self._handle, config)
         return 0 if error else int(clusters)
+
+
+def values_of(args: Sequence[Argument]) -> list[Any]:
+    """A launch's arguments as ctypes values."""
+    return [
+        ctypes.c_void_p(arg.data_ptr() if arg is not None else 0)
+        if arg is None or isinstance(arg, torch.Tensor)
+        else arg
+        for arg in args
+    ]
+
+
+def pointers_to(values: Sequence[Any]) -> ctypes.Array[ctypes.c_void_p]:
+    """Where the values lie, for as long as they live."""
+    return (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
 
 
 def _clustered(

@@ -1,5 +1,7 @@
-// The instructions that the kernels are written in, one function each. Nothing is included: NVRTC has no headers.
+// The instructions that the kernels are written in, one function each. NVRTC has no headers to include.
 #pragma once
+
+#include "arithmetic.cuh"
 
 #ifndef HOPPER
 #define HOPPER 1      // bulk copies and clusters
@@ -7,14 +9,6 @@
 #ifndef NATIVE_FP8
 #define NATIVE_FP8 1  // conversions of e4m3
 #endif
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-#define DEVICE __device__ __forceinline__
 
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
@@ -63,13 +57,6 @@ DEVICE void fp8_to_f16(u32 codes, u32& lower, u32& upper) {
 }
 #endif
 
-// Two e4m3 codes each from the even and the odd bytes of a register. A code's bits, one further right, are a float16 of
-// 2^-8 of its value, exactly, but for the code of NaN, which becomes 480 * 2^-8: what follows has to see to it.
-DEVICE void codes_to_f16(u32 codes, u32& even, u32& odd) {
-    even = (codes << 7 & 0x3f803f80u) | (codes << 8 & 0x80008000u);
-    odd = (codes >> 1 & 0x3f803f80u) | (codes & 0x80008000u);
-}
-
 DEVICE u32 pack_f16(float lower, float upper) {
     u32 r;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(upper), "f"(lower));
@@ -93,28 +80,6 @@ DEVICE float log2_approx(float x) {
     asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-
-// Over groups of LANES neighbouring lanes.
-template <int LANES>
-DEVICE float max_of_lanes(float x) {
-#pragma unroll
-    for (int distance = LANES / 2; distance; distance >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
-    return x;
-}
-
-template <int LANES>
-DEVICE float sum_of_lanes(float x) {
-#pragma unroll
-    for (int distance = LANES / 2; distance; distance >>= 1) x += __shfl_xor_sync(~0u, x, distance);
-    return x;
-}
-
-DEVICE float warp_max(float x) { return max_of_lanes<32>(x); }
-DEVICE float warp_sum(float x) { return sum_of_lanes<32>(x); }
-
-DEVICE float bits_to_float(u32 bits) { return __int_as_float((int)bits); }
-DEVICE float infinity() { return bits_to_float(0x7f800000); }
-DEVICE float power_of_two(int exponent) { return bits_to_float((u32)(exponent + 127) << 23); }
 
 DEVICE void barrier_init(u32 barrier, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");

@@ -19,8 +19,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nsa_plugin.kernels.cuda import build
 
 HERE = Path(__file__).parent
@@ -51,13 +49,8 @@ class KernelOnCpu:
         shared_bytes: int = 0,
         cluster: None = None,
     ) -> None:
-        values = [
-            ctypes.c_void_p(arg.data_ptr() if arg is not None else 0)
-            if arg is None or isinstance(arg, torch.Tensor)
-            else arg
-            for arg in args
-        ]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        values = build.values_of(args)
+        pointers = build.pointers_to(values)
         if self._run(pointers, *map(ctypes.c_uint, (*grid, *block))):
             raise AssertionError(f"{self.name}: threads of a block wait for each other")
 

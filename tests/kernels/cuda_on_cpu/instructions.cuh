@@ -2,6 +2,8 @@
 // clusters: what the PTX ISA says of each instruction.
 #pragma once
 
+#include "arithmetic.cuh"
+
 #ifndef HOPPER
 #define HOPPER 0
 #endif
@@ -9,14 +11,6 @@
 #define NATIVE_FP8 1
 #endif
 static_assert(!HOPPER, "a CPU runs what older GPUs run");
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-#define DEVICE inline
 
 DEVICE u32 shared_address(const void* pointer) { return (u32)((const u8*)pointer - shared_memory); }
 DEVICE u8* shared_pointer(u32 address) { return shared_memory + address; }
@@ -91,11 +85,6 @@ DEVICE void fp8_to_f16(u32 codes, u32& lower, u32& upper) {
 }
 #endif
 
-DEVICE void codes_to_f16(u32 codes, u32& even, u32& odd) {
-    even = (codes << 7 & 0x3f803f80u) | (codes << 8 & 0x80008000u);
-    odd = (codes >> 1 & 0x3f803f80u) | (codes & 0x80008000u);
-}
-
 DEVICE u32 pack_f16(float lower, float upper) { return to_half(lower) | (u32)to_half(upper) << 16; }
 DEVICE u32 pack_bf16(float lower, float upper) { return to_bf16(lower) | (u32)to_bf16(upper) << 16; }
 DEVICE float exp2_approx(float x) {
@@ -103,23 +92,6 @@ DEVICE float exp2_approx(float x) {
     return std::fabs(y) < 0x1p-126f ? 0.f : y;
 }
 DEVICE float log2_approx(float x) { return std::log2(x); }
-
-template <int LANES>
-DEVICE float max_of_lanes(float x) {
-    for (int distance = LANES / 2; distance; distance >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
-    return x;
-}
-template <int LANES>
-DEVICE float sum_of_lanes(float x) {
-    for (int distance = LANES / 2; distance; distance >>= 1) x += __shfl_xor_sync(~0u, x, distance);
-    return x;
-}
-DEVICE float warp_max(float x) { return max_of_lanes<32>(x); }
-DEVICE float warp_sum(float x) { return sum_of_lanes<32>(x); }
-
-DEVICE float bits_to_float(u32 bits) { return __int_as_float((int)bits); }
-DEVICE float infinity() { return bits_to_float(0x7f800000); }
-DEVICE float power_of_two(int exponent) { return bits_to_float((u32)(exponent + 127) << 23); }
 
 // An mbarrier: arrivals that its phase still needs, arrivals of every phase, and the phase.
 struct Barrier { u32 pending : 20, all : 20, phase : 1; };

@@ -1,0 +1,39 @@
+// Names of types, and arithmetic that takes no instruction of PTX.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define DEVICE __device__ __forceinline__
+
+// Two e4m3 codes each from the even and the odd bytes of a register. A code's bits, one further right, are a float16 of
+// 2^-8 of its value, exactly, but for the code of NaN, which becomes 480 * 2^-8: what follows has to see to it.
+DEVICE void codes_to_f16(u32 codes, u32& even, u32& odd) {
+    even = (codes << 7 & 0x3f803f80u) | (codes << 8 & 0x80008000u);
+    odd = (codes >> 1 & 0x3f803f80u) | (codes & 0x80008000u);
+}
+
+// Over groups of LANES neighbouring lanes.
+template <int LANES>
+DEVICE float max_of_lanes(float x) {
+#pragma unroll
+    for (int distance = LANES / 2; distance; distance >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
+    return x;
+}
+
+template <int LANES>
+DEVICE float sum_of_lanes(float x) {
+#pragma unroll
+    for (int distance = LANES / 2; distance; distance >>= 1) x += __shfl_xor_sync(~0u, x, distance);
+    return x;
+}
+
+DEVICE float warp_max(float x) { return max_of_lanes<32>(x); }
+DEVICE float warp_sum(float x) { return sum_of_lanes<32>(x); }
+
+DEVICE float bits_to_float(u32 bits) { return __int_as_float((int)bits); }
+DEVICE float infinity() { return bits_to_float(0x7f800000); }
+DEVICE float power_of_two(int exponent) { return bits_to_float((u32)(exponent + 127) << 23); }
