@@ -23,18 +23,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ci.rows import ROOT
+from ci.served import add_arguments, checkpoint_of, parse, report_file, server_spec
 from ci.stacks import HostError, Sampler, sampled
-from nsa_plugin.commands.arguments import natural, positive, positives, seconds
+from nsa_plugin.commands.arguments import natural, positive, positives
 from nsa_plugin.commands.compare_options import ENGINES
 from nsa_plugin.tools import records
-from nsa_plugin.tools.compare import model
 from nsa_plugin.tools.compare.measured import PLUGIN, STOCK
 from nsa_plugin.tools.compare.record import describe_host
 from nsa_plugin.tools.compare.workload import random_tokens
 from nsa_plugin.tools.pages.markdown import markdown_table
 from nsa_plugin.tools.pages.summary import engine_name
 from nsa_plugin.tools.serving.client import send
-from nsa_plugin.tools.serving.engine import FAMILIES, V32, CompareError, ServedEngine
+from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
 from nsa_plugin.tools.serving.process import Server, ServerSpec
 from nsa_plugin.tools.serving.requests import PromptRequest, RequestGroup
 
@@ -147,30 +147,8 @@ def trace_in(folder: Path) -> list[dict[str, Any]]:
     raise CompareError(f"no trace in {folder} after {TRACE_S:.0f} s")
 
 
-def server_spec(
-    engine: ServedEngine, role: str, checkpoint: Path, flags: Sequence[str], work: Path, timeout: float
-) -> ServerSpec:
-    """How to start the server of a role, which can be profiled."""
-    plugin = role == PLUGIN
-    folder = trace_folder(role, work)
-    folder.mkdir(parents=True, exist_ok=True)
-    return ServerSpec(
-        command=lambda port: engine.command(
-            checkpoint, port, [*flags, *profiler_flags(engine.name, folder)], plugin=plugin
-        ),
-        environ={**engine.environ(plugin=plugin), "NSA_PLUGIN_REPORT": str(report_file(work))},
-        log=work / f"{role}.log",
-        start_timeout=timeout,
-    )
-
-
 def trace_folder(role: str, work: Path) -> Path:
     return (work / f"{role}-trace").resolve()
-
-
-def report_file(work: Path) -> Path:
-    """The plugin's start-up report, which stock servers do not write."""
-    return (work / "plugin-report.json").resolve()
 
 
 def ask(engine: ServedEngine, role: str, url: str, prompt: tuple[int, ...]) -> float:
@@ -322,12 +300,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Profile the prefill of one prompt of each length.",
         epilog="-- FLAGS of the engine",
     )
-    parser.add_argument("engine", choices=ENGINES)
+    add_arguments(parser, heads=16, workdir="breakdown-work")
     parser.add_argument(
         "--tokens", type=positives, default="100000", metavar="TOKENS,...", help="lengths of the prompts (%(default)s)"
     )
-    parser.add_argument("--heads", type=int, default=16, help="attention heads of the model (%(default)s)")
-    parser.add_argument("--family", choices=FAMILIES, default=V32, help="model family (%(default)s)")
     parser.add_argument(
         "--readings", type=positive, default=1, help="prompts timed unprofiled; their median counts (%(default)s)"
     )
@@ -341,37 +317,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="SECONDS",
         help="sample the server's stacks with py-spy (from PY_SPY or the PATH) for so long (off)",
     )
-    parser.add_argument(
-        "--workdir", type=Path, default=Path("breakdown-work"), help="checkpoint and logs (%(default)s)"
-    )
-    parser.add_argument(
-        "--start-timeout", type=seconds, default=600.0, metavar="SECONDS", help="for each start (%(default)g)"
-    )
-    parser.add_argument("--json", type=Path, metavar="DIR", help="write a record into DIR")
-    parser.add_argument("--commit", help="source commit, where the source is in no checkout")
-    words = list(sys.argv[1:] if argv is None else argv)
-    end = words.index("--") if "--" in words else len(words)
-    given, flags = parser.parse_args(words[:end]), words[end + 1 :]
+    given, flags = parse(parser, argv)
     try:
         sampler = Sampler.found(given.host) if given.host else None
     except HostError as error:
         parser.error(f"--host: {error}")
     engine = ENGINES[given.engine]()
     named = f"{engine.name} {engine.version()}"
-    spec = model.spec_of(given.family, given.heads, None, mtp=False)
-    checkpoint = (given.workdir / model.checkpoint_name(spec)).resolve()
-    given.workdir.mkdir(parents=True, exist_ok=True)
-    model.make_checkpoint(spec, checkpoint, print)
-    vocab = int(spec.config()["vocab_size"])
+    checkpoint, vocab = checkpoint_of(given)
     lengths = list(dict.fromkeys(given.tokens))
     count = WARM_UPS + given.readings + 1
     prompts = {
         tokens: [random_tokens(f"breakdown/{number}", tokens, vocab) for number in range(count)] for tokens in lengths
     }
-    specs = {
-        role: server_spec(engine, role, checkpoint, flags, given.workdir, given.start_timeout)
-        for role in (STOCK, PLUGIN)
-    }
+    specs = {}
+    for role in (STOCK, PLUGIN):
+        folder = trace_folder(role, given.workdir)
+        folder.mkdir(parents=True, exist_ok=True)
+        specs[role] = server_spec(engine, role, checkpoint, [*flags, *profiler_flags(engine.name, folder)], given)
     # Servers of one kind may differ from start to start, by where the host runs them. The first start fills the caches.
     before: dict[str, list[tuple[float, dict[int, Readings]]]] = {role: [] for role in specs}
     for _ in range(given.starts - 1):

@@ -11,24 +11,22 @@ The settings are the environment's. With ``NSA_PLUGIN_DECODE_BACKEND=flash_mla``
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from nsa_plugin.commands.arguments import positive, seconds
+from ci.served import add_arguments, checkpoint_of, parse, report_file, server_spec
+from nsa_plugin.commands.arguments import positive
 from nsa_plugin.commands.compare_options import ENGINES
 from nsa_plugin.tools import records
-from nsa_plugin.tools.compare import load, model
+from nsa_plugin.tools.compare import load
 from nsa_plugin.tools.compare.measured import PLUGIN, STOCK
 from nsa_plugin.tools.compare.record import describe_host
 from nsa_plugin.tools.pages.markdown import markdown_table
 from nsa_plugin.tools.pages.summary import engine_name
-from nsa_plugin.tools.serving.engine import FAMILIES, V32, ServedEngine
+from nsa_plugin.tools.serving.engine import ServedEngine
 from nsa_plugin.tools.serving.process import Server, ServerSpec
 
 CONTEXT = 4096
@@ -51,11 +49,6 @@ def reading_of(engine: ServedEngine, spec: ServerSpec, answers: int, vocab: int)
     with Server(spec) as server:
         found = [load.measure(engine, server.url, steps, number, vocab, ANSWERS_S) for number in range(answers + 1)]
     return Reading(round(server.start_seconds, 2), [round(one["itl_ms"], 4) for one in found[1:]])
-
-
-def command(engine: ServedEngine, checkpoint: Path, flags: Sequence[str], role: str, port: int) -> list[str]:
-    """The command line of a role's server."""
-    return engine.command(checkpoint, port, flags, plugin=role == PLUGIN)
 
 
 class Mean(NamedTuple):
@@ -102,39 +95,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Time starts and decode steps of pairs of servers, stock and with the plugin.",
         epilog="-- FLAGS of the engine",
     )
-    parser.add_argument("engine", choices=ENGINES)
-    parser.add_argument("--heads", type=positive, default=64, help="attention heads of the model (%(default)s)")
-    parser.add_argument("--family", choices=FAMILIES, default=V32, help="model family (%(default)s)")
+    add_arguments(parser, heads=64, workdir="starts-work")
     parser.add_argument("--pairs", type=positive, default=8, help="pairs that count, at least 2 (%(default)s)")
     parser.add_argument("--answers", type=positive, default=3, help="timed answers of each server (%(default)s)")
-    parser.add_argument("--workdir", type=Path, default=Path("starts-work"), help="checkpoint and logs (%(default)s)")
-    parser.add_argument(
-        "--start-timeout", type=seconds, default=600.0, metavar="SECONDS", help="for each start (%(default)g)"
-    )
-    parser.add_argument("--json", type=Path, metavar="DIR", help="write a record into DIR, after each pair")
-    parser.add_argument("--commit", help="source commit, where the source is in no checkout")
-    words = list(sys.argv[1:] if argv is None else argv)
-    end = words.index("--") if "--" in words else len(words)
-    given, flags = parser.parse_args(words[:end]), words[end + 1 :]
+    given, flags = parse(parser, argv)
     if given.pairs < 2:
         parser.error("--pairs is 1; a standard error needs at least 2")
     engine = ENGINES[given.engine]()
-    made = model.spec_of(given.family, given.heads, None, mtp=False)
-    checkpoint = (given.workdir / model.checkpoint_name(made)).resolve()
-    given.workdir.mkdir(parents=True, exist_ok=True)
-    model.make_checkpoint(made, checkpoint, print)
-    vocab = int(json.loads((checkpoint / "config.json").read_text())["vocab_size"])
+    checkpoint, vocab = checkpoint_of(given)
     chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NSA_PLUGIN_")}
-    report = (given.workdir / "plugin-report.json").resolve()
-    specs = {
-        role: ServerSpec(
-            command=functools.partial(command, engine, checkpoint, flags, role),
-            environ={**engine.environ(plugin=role == PLUGIN), "NSA_PLUGIN_REPORT": str(report)},
-            log=given.workdir / f"{role}.log",
-            start_timeout=given.start_timeout,
-        )
-        for role in (STOCK, PLUGIN)
-    }
+    report = report_file(given.workdir)
+    specs = {role: server_spec(engine, role, checkpoint, flags, given) for role in (STOCK, PLUGIN)}
     host = describe_host(*records.gpu_and_driver(), 1, given.commit)
     suite = f"starts-{engine.name}-{given.family}-{given.heads}heads"
     servers: dict[str, list[dict[str, Any]]] = {role: [] for role in specs}

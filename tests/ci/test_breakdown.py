@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ci import breakdown, stacks
+from ci import breakdown, served, stacks
 from nsa_plugin.tools.serving.engine import CompareError
 from nsa_plugin.tools.serving.requests import Answer
 
@@ -111,7 +111,7 @@ class Fakes:
             monkeypatch.setattr(breakdown, name, value)
         monkeypatch.setattr(breakdown.time, "perf_counter", lambda: self.clock)
         monkeypatch.setattr(FakeServer, "started", [])
-        monkeypatch.setattr(breakdown.model, "make_checkpoint", lambda spec, directory, say: None)
+        monkeypatch.setattr(served.model, "make_checkpoint", lambda spec, directory, say: None)
         for engine in breakdown.ENGINES.values():
             monkeypatch.setattr(engine, "version", lambda self: "1.2")
 

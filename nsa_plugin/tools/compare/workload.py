@@ -164,10 +164,10 @@ def random_tokens(seed: int | str, count: int, vocab_size: int) -> tuple[int, ..
 
 
 def _prefix_requests(selects_above: int, tokens: Callable[[str, int], tuple[int, ...]]) -> list[PromptRequest]:
-    """Prompts with a shared prefix, in total below and above `selects_above`: a first one, one that goes on otherwise
-    in its middle, and one that goes on from its end, as the next turn of a conversation does.
+    """Prompts with a shared prefix, in total below and above `selects_above`: a first one, one that differs from the
+    middle of it on, and one that continues it, like the next turn of a conversation.
 
-    Engines keep a sliding window, which V4 has, only where they expect to go on, as from the end of a prompt.
+    Engines keep a sliding window, which V4 has, only where they expect to continue, as at the end of a prompt.
     """
     made = []
     for name, shared_count, more in (

@@ -10,7 +10,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -50,7 +50,6 @@ struct Turns {
         std::unique_ptr<char[]> stack{new char[STACK_BYTES]};
     };
     std::vector<Thread> threads{MOST_THREADS};
-    ucontext_t entry;
     jmp_buf main;
     const std::function<void()>* body = nullptr;
     int current = 0;
@@ -111,14 +110,14 @@ inline void Turns::begin() {
 struct Meeting {
     int arrived = 0;
     unsigned long long turn = 0;
-    bool some[2] = {}, all[2] = {true, true};
+    bool some[2] = {};
 
     unsigned long long arrive(int count, bool something = false) {
         unsigned long long own = turn;
-        some[own & 1] |= something, all[own & 1] &= something;
+        some[own & 1] |= something;
         if (++arrived == count) {
             arrived = 0, ++turn;
-            some[turn & 1] = false, all[turn & 1] = true;
+            some[turn & 1] = false;
         }
         return own;
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,7 @@ def run(tmp_path: Path, fake: Callable[..., Path], monkeypatch: pytest.MonkeyPat
     """Runs the command with the stand-in's model; the record, or None if there is none."""
     monkeypatch.setattr(starts, "CONTEXT", 40)
     monkeypatch.setattr(load, "_STEPS", 5)
-    monkeypatch.setattr(
-        starts.model, "make_checkpoint", lambda spec, path, say: shutil.copytree(tmp_path / "model", path)
-    )
+    monkeypatch.setattr(starts, "checkpoint_of", lambda given: (tmp_path / "model", 256))
 
     def call(engine: str, *more: str, mode: str = "") -> Any:
         fake(mode)
@@ -61,8 +58,8 @@ def test_no_pair_counts_where_the_plugin_does_not_serve(
     off: str, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if off == "it is not switched on":
-        stock = starts.command
-        monkeypatch.setattr(starts, "command", lambda *given: stock(*given[:3], starts.STOCK, given[-1]))
+        made = starts.server_spec
+        monkeypatch.setattr(starts, "server_spec", lambda engine, role, *more: made(engine, starts.STOCK, *more))
     with pytest.raises(SystemExit) as ended:
         run("sglang", "--pairs", "2", "--answers", "1", mode="inactive" if "leaves" in off else "")
     assert ended.value.code == 1
