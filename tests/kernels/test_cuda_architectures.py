@@ -166,31 +166,32 @@ def test_every_architecture_has_the_kernels_of_few_heads(sm: int) -> None:
     assert sparse_mla_rows.possible_variants(HEADS, facts_of(sm))
 
 
+@pytest.mark.parametrize("heads", [8, 16, 32])
 @pytest.mark.parametrize("gate", [sparse_mla_launch.NO_GATE, sparse_mla_launch.SHARING])
 @pytest.mark.parametrize("sm", ARCHITECTURES)
-def test_unions_compile_and_fit(sm: int, gate: int, load_for: Callable[[int], DeviceFacts]) -> None:
+def test_unions_compile_and_fit(sm: int, gate: int, heads: int, load_for: Callable[[int], DeviceFacts]) -> None:
     """With the top-k of the models, and with the largest for which unions are offered."""
     facts = load_for(sm)
-    variant, most = sparse_mla_union.variant_for(facts), sparse_mla_union.most_entries(facts)
+    variant, most = sparse_mla_union.variant_for(heads, facts), sparse_mla_union.most_entries(facts)
     defines = sparse_mla.definitions("v32_fp8", facts) | {"GATE": gate}
-    for selected in (2048, most // sparse_mla_union.GROUP):
+    for selected in (2048, most // variant.group):
         unite, attend = sparse_mla_union.kernels(selected, variant, tuple(defines.items()), 0)
-        table = 4 << sparse_mla_union.table_bits(selected)
+        table = 4 << sparse_mla_union.table_bits(selected, variant.group)
         unite((1, 1, 1), sparse_mla_union.THREADS, (), shared_bytes=table)
         assert unite.shared - table == sparse_mla_union.STATIC
         assert variant.definitions.items() <= attend.defines.items()
         attend((1, 1, 1), variant.threads, (), shared_bytes=variant.shared_bytes(V32_FP8.name))
         assert attend.registers * variant.threads[0] * variant.blocks <= REGISTERS
-    assert 4 << sparse_mla_union.table_bits(most // sparse_mla_union.GROUP + 1) > facts.shared_memory
+    assert 4 << sparse_mla_union.table_bits(most // variant.group + 1, variant.group) > facts.shared_memory
 
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_what_decides_on_unions_compiles_and_fits(sm: int, load_for: Callable[[int], DeviceFacts]) -> None:
     facts = load_for(sm)
-    sparse_mla_neighbours._load(2048, False, torch.device("cpu"))
+    most = sparse_mla_neighbours.most_heads(facts)
+    sparse_mla_neighbours._load(most, 2048, False, torch.device("cpu"))
     build.load_kernel(sparse_mla_neighbours.SOURCE, "sample")((1, 1, 1), sparse_mla_neighbours.THREADS, ())
-    alone = sparse_mla_neighbours.alone(facts)
-    assert alone in sparse_mla.possible_variants(sparse_mla_neighbours.MOST_HEADS, "v32_fp8", facts)
+    alone = sparse_mla_neighbours.alone(most, facts)
     defines = sparse_mla.definitions("v32_fp8", facts) | {"GATE": sparse_mla_launch.NOT_SHARING}
     check_few_heads(sm, (sparse_mla.SOURCE, "attend"), alone, alone.shared_bytes("v32_fp8"), defines)
 

@@ -92,16 +92,36 @@ def test_sparse_mla_over_rows(variant: sparse_mla_rows.RowsVariant, heads: int, 
     check_decode(partial(sparse_mla_rows.attend, variant=variant), "bf16", heads, splits)
 
 
+@pytest.mark.parametrize("heads", [7, 16, 30])
 @pytest.mark.parametrize("sharing", [True, False])
 @pytest.mark.parametrize("attend", [sparse_mla_neighbours.prefill, sparse_mla_union.prefill])
-def test_unions_of_neighbouring_tokens(attend: Any, sharing: bool) -> None:
-    case = prefill_case(tokens=6, heads=7, slots=512, topk=150, layout="v32_fp8", with_length=False, with_sink=False)
+def test_unions_of_neighbouring_tokens(attend: Any, sharing: bool, heads: int) -> None:
+    """Also a last group that has fewer tokens."""
+    case = prefill_case(
+        tokens=6, heads=heads, slots=512, topk=150, layout="v32_fp8", with_length=False, with_sink=False
+    )
     if sharing:
         case["indices"] = case["indices"][[0, 1, 2, 2, 4, 4]]
     result = attend(**case, out_dtype=torch.bfloat16)
     expected = reference_prefill(**case, out_dtype=torch.float32)
     absolute, relative = PREFILL_TOLERANCE
     torch.testing.assert_close(result.out.float(), expected.out, atol=absolute, rtol=relative)
+
+
+@pytest.mark.parametrize(("overlap", "least"), [(0.5, 49), (0.5, 51), (1.0, 99), (0.0, 1)])
+def test_a_sample_of_pairs_says_whether_they_share_enough(overlap: float, least: int) -> None:
+    """Of 40 pairs that share some of 200 entries; by their hashes they seem to share a few more at most."""
+    apart = int(200 * (1 - overlap))
+    indices = torch.arange(200, dtype=torch.int32).repeat(80, 1)
+    indices[1::2, :apart] += 1000
+    indices[:, 100] = -1  # which does not count
+    shared = 199 - apart if apart <= 100 else 200 - apart
+    scope = sparse_mla_launch.CudaScope(
+        indices=indices.data_ptr(), indices_stride=200, lengths_divisor=1, num_slots=2000, topk=200
+    )
+    found = sparse_mla_neighbours.sample(80, scope, least, torch.device("cpu")).item()
+    assert found == pytest.approx(40 * (100 * shared - 199 * least), abs=100)
+    assert (found >= 0) == (overlap * 100 >= least)
 
 
 @pytest.mark.parametrize("columns", [1, 700, 5000])

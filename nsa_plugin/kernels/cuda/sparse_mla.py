@@ -163,7 +163,7 @@ def attend(
     Args:
         splits: shares of a token's entries that are attended apart and then added up.
         variant: of the kernel. None for either: `choose_variant`.
-        gate: [2] int32, see `sparse_mla_neighbours`: attend, in one share, only if neighbours do not share enough.
+        gate: [1] int32, see `sparse_mla_neighbours`: attend, in one share, only if neighbours do not share enough.
         result: to write; None: a new one.
 
     Raises:

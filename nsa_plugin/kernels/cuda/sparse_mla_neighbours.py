@@ -1,10 +1,10 @@
-"""Sparse MLA of a prefill with up to 8 heads: unions where neighbouring query tokens share keys, found out on the GPU.
+"""Sparse MLA of a prefill with few heads: unions where neighbouring query tokens share keys, found out on the GPU.
 
-For `nsa_plugin.kernels.cuda.attention`; contract: `nsa_plugin.kernels.sparse_mla`. With 8 heads a union of two
-neighbouring query tokens (`sparse_mla_union`) fills the tiles that one token leaves half empty. By the record
-(`docs/benchmarks/h200/sparse-mla-prefill`) it is faster where neighbours share most of their selections, as those of
-real models do, and slower where they share few. The host does not wait to learn which: a kernel counts what a sample of
-pairs shares (`sparse_mla_sample.cu`), and of the two that follow for the whole batch one ends at once (`gate.cuh`).
+For `nsa_plugin.kernels.cuda.attention`; contract: `nsa_plugin.kernels.sparse_mla`. A union of neighbouring query tokens
+(`sparse_mla_union`) is copied and converted once for all of them. By the records it is faster where neighbours share
+most of their selections, as those of real models do, and slower where they share few. The host does not wait to learn
+which: a kernel counts what a sample of pairs shares (`sparse_mla_sample.cu`), and of the two that follow for the whole
+batch one ends at once (`gate.cuh`).
 
 The result is exact either way, and equal inputs give equal bits. It takes V3.2 records and one cache. The unions take 4
 bytes of memory for each selected entry: 64 MiB for 8192 query tokens and a top-k of 2048.
@@ -29,6 +29,7 @@ from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     new_result,
     require_records,
     suits_records,
+    up_to,
     writable_rows,
 )
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
@@ -39,24 +40,36 @@ SOURCE = "sparse_mla_sample.cu"
 THREADS = (256, 1, 1)
 PAIRS = 64
 """Most pairs of the sample, spread evenly over the batch."""
-MOST_HEADS = 8
-"""With more, a token alone fills the tiles, and unions were slower at any overlap."""
+MOST_HEADS, PORTABLE_MOST_HEADS = 8, 32
+"""On SM90, and on other GPUs. With more, unions were slower at any overlap on SM90; elsewhere, blocks would copy a
+union more than once."""
 MIN_ROWS = 4096
 """Fewest query tokens of a batch for which it is worth it: the sample and the kernels that end at once take as long
 whatever the batch, by the record 8% of the time of 512 query tokens."""
 
 
-def alone(facts: DeviceFacts) -> sparse_mla.Variant:
-    """How a token is attended alone on a device: in one share, 8 heads a block."""
-    return (sparse_mla.VARIANTS if facts.architecture == HOPPER else sparse_mla.PORTABLE_VARIANTS)[0]
+def most_heads(facts: DeviceFacts) -> int:
+    """Heads up to which unions may be the faster on a device."""
+    return MOST_HEADS if facts.architecture == HOPPER else PORTABLE_MOST_HEADS
+
+
+def alone(heads: int, facts: DeviceFacts) -> sparse_mla.Variant:
+    """How a token of so many heads is attended alone on a device: in one share, by one block."""
+    variants = sparse_mla.VARIANTS if facts.architecture == HOPPER else sparse_mla.PORTABLE_VARIANTS
+    return up_to(heads, variants)[-1]
 
 
 def suits(call: SparseMlaCall) -> bool:
     """Whether a call has what these kernels read and write."""
-    given = call.scopes[0]
-    if call.heads > MOST_HEADS or not suits_records(call):
+    if not suits_records(call):
         return False
-    return sparse_mla_union.fits(given.topk, given.cache.num_slots, facts_of(call.q.device))
+    facts = facts_of(call.q.device)
+    return call.heads <= most_heads(facts) and _fits(call, facts)
+
+
+def _fits(call: SparseMlaCall, facts: DeviceFacts) -> bool:
+    given, group = call.scopes[0], sparse_mla_union.variant_for(call.heads, facts).group
+    return sparse_mla_union.fits(given.topk, given.cache.num_slots, group, facts)
 
 
 def load(call: SparseMlaCall) -> None:
@@ -67,21 +80,21 @@ def load(call: SparseMlaCall) -> None:
     """
     given = call.scopes[0]
     with torch.cuda.device_of(call.q):
-        _load(given.topk, is_flat(given.cache, V32_FP8.row_bytes), call.q.device)
+        _load(call.heads, given.topk, is_flat(given.cache, V32_FP8.row_bytes), call.q.device)
 
 
 @functools.cache
-def _load(topk: int, flat: bool, device: torch.device) -> None:
+def _load(heads: int, topk: int, flat: bool, device: torch.device) -> None:
     facts = facts_of(device)
     defines = sparse_mla.definitions(V32_FP8.name, facts, is_flat=flat)
     load_kernel(SOURCE, "sample")
     united = tuple((defines | {"GATE": SHARING}).items())
-    sparse_mla_union.kernels(topk, sparse_mla_union.variant_for(facts), united, device.index)
-    sparse_mla.load(alone(facts), V32_FP8.name, defines | {"GATE": NOT_SHARING}, device.index)
+    sparse_mla_union.kernels(topk, sparse_mla_union.variant_for(heads, facts), united, device.index)
+    sparse_mla.load(alone(heads, facts), V32_FP8.name, defines | {"GATE": NOT_SHARING}, device.index)
 
 
 def attend(call: SparseMlaCall) -> SparseMlaResult:
-    """Attend unions of two neighbouring query tokens if they share enough, else each token alone.
+    """Attend unions of neighbouring query tokens if they share enough, else each token alone.
 
     Selections and caches that are too large for unions are attended token by token.
 
@@ -89,39 +102,43 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
         KernelArgumentError: a kernel does not support a shape, dtype, layout or device.
         KernelBuildError: a kernel does not compile or launch.
     """
-    few = f"there are {call.heads} heads; unions are faster with up to {MOST_HEADS}"
-    call.require(call.heads <= MOST_HEADS, few)
     given = require_records(call)
-    if not sparse_mla_union.fits(given.topk, given.cache.num_slots, facts_of(call.q.device)):
+    facts = facts_of(call.q.device)
+    most, united = most_heads(facts), sparse_mla_union.variant_for(call.heads, facts)
+    few = f"there are {call.heads} heads; on this GPU unions are faster with up to {most}"
+    call.require(call.heads <= most, few)
+    if not _fits(call, facts):
         return sparse_mla.attend(call)
     result = new_result(call)
     if not call.q.numel():
         return result
     # Both kernels write where they can; neither may copy from where only the other has written.
     written = writable_rows(result.out).view(result.out.shape)
-    found = sample(call.rows, cuda_scope(call, given, V32_FP8), call.q.device)
+    found = sample(call.rows, cuda_scope(call, given, V32_FP8), united.least_shared, call.q.device)
     own = SparseMlaResult(written, result.lse, result.max_logits)
-    sparse_mla_union.attend(call, gate=found, result=own)
-    sparse_mla.attend(call, variant=alone(facts_of(call.q.device)), gate=found, result=own)
+    sparse_mla_union.attend(call, variant=united, gate=found, result=own)
+    sparse_mla.attend(call, variant=alone(call.heads, facts), gate=found, result=own)
     if written.data_ptr() != result.out.data_ptr():
         result.out.copy_(written)
     return result
 
 
-def sample(rows: int, scope: CudaScope, device: torch.device) -> torch.Tensor:
-    """[2] int32 on the device: entries of the sample's second rows that the first ones have too, and all of them.
+def sample(rows: int, scope: CudaScope, least_shared: int, device: torch.device) -> torch.Tensor:
+    """[1] int32 on the device: of the entries of the sample's second rows, 100 for each that the first ones have too,
+    less `least_shared` for each.
 
     Args:
         rows: query tokens.
         scope: what they select.
+        least_shared: of 100 entries.
     """
     with torch.cuda.device(device):
-        found = torch.zeros(2, dtype=torch.int32, device=device)
+        found = torch.zeros(1, dtype=torch.int32, device=device)
         size = ctypes.c_int
-        if pairs := min(rows // sparse_mla_union.GROUP, PAIRS):
+        if pairs := min(rows // 2, PAIRS):
             indices = ctypes.c_void_p(scope.indices), ctypes.c_int64(scope.indices_stride)
             lengths = ctypes.c_void_p(scope.lengths), size(scope.lengths_divisor)
-            numbers = map(size, (rows, scope.topk, scope.num_slots))
+            numbers = map(size, (rows, scope.topk, scope.num_slots, least_shared))
             load_kernel(SOURCE, "sample")((pairs, 1, 1), THREADS, (*indices, *lengths, *numbers, found))
     return found
 

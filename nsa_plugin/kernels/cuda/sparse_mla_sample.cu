@@ -10,15 +10,16 @@
 constexpr int THREADS = 256;
 constexpr int BITS = 17, WORDS = 1 << (BITS - 5);
 
-// `found` [2], zero before: entries of second rows that their neighbours have too, and all of them.
+// `found`, zero before: what is added is, for each entry of a second row, 100 - `least_shared` if its neighbour has it too,
+// and -`least_shared` if not. So it is not negative if so many of 100 are shared.
 extern "C" __global__ void __launch_bounds__(THREADS) sample(
     const int* __restrict__ indices, i64 indices_stride, const int* __restrict__ lengths, int lengths_divisor,
-    int rows, int topk, int num_slots, int* __restrict__ found) {
+    int rows, int topk, int num_slots, int least_shared, int* __restrict__ found) {
     __shared__ u32 table[WORDS];
-    __shared__ int sums[2];
+    __shared__ int sum;
     int tid = threadIdx.x, first = 2 * (int)((i64)blockIdx.x * (rows / 2) / gridDim.x);
     for (int at = tid; at < WORDS; at += THREADS) table[at] = 0;
-    if (tid < 2) sums[tid] = 0;
+    if (tid == 0) sum = 0;
     __syncthreads();
 
     auto each = [&](int row, auto use) {
@@ -33,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample(
     int shared = 0, all = 0;
     each(first + 1, [&](u32 place) { shared += table[place / 32] >> place % 32 & 1, ++all; });
     shared = __reduce_add_sync(~0u, shared), all = __reduce_add_sync(~0u, all);
-    if (tid % 32 == 0) atomicAdd(&sums[0], shared), atomicAdd(&sums[1], all);
+    if (tid % 32 == 0) atomicAdd(&sum, 100 * shared - least_shared * all);
     __syncthreads();
-    if (tid < 2) atomicAdd(&found[tid], sums[tid]);
+    if (tid == 0) atomicAdd(found, sum);
 }

@@ -1,7 +1,7 @@
 """Sparse MLA of a prefill whose neighbouring query tokens select many of the same KV tokens, in CUDA C++.
 
 Op `sparse_mla_prefill`; contract: `nsa_plugin.kernels.sparse_mla`. A first kernel (`sparse_mla_union.cu`) makes the
-union of what each group of two neighbouring query tokens selects, with a bit for each token. The second one
+union of what each group of two or four neighbouring query tokens selects, with a bit for each token. The second one
 (`sparse_mla.cu`) copies a union's records once, converts them once and attends all tokens of the group; bits keep every
 token to its own selection. The result is exact whatever the tokens share. Equal inputs give bit-identical results, but
 a token's sums have another order in another group. It takes V3.2 records and one cache.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from dataclasses import dataclass
 
 import torch
 
@@ -29,6 +30,7 @@ from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     nothings,
     prepare,
     require_records,
+    up_to,
 )
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
 from nsa_plugin.kernels.triton.device import DeviceFacts, facts_of
@@ -39,18 +41,33 @@ THREADS = (256, 1, 1)  # of a block that makes a union
 SLOT_BITS = 28  # of an entry of a union; the others say which tokens select the slot
 STATIC = 64  # bytes of shared memory of such a block, without its table
 
-GROUP = 2
-"""Query tokens of a union. Four were slower with any overlap: 899 us where two took 768, at 95% (record
+
+@dataclass(frozen=True, kw_only=True)
+class UnionVariant(Variant):
+    """A compiled form of the kernel that attends unions.
+
+    Attributes:
+        least_shared: of 100 entries, those that a token has to share with the one before it for unions to be faster.
+    """
+
+    least_shared: int
+
+
+HOPPER_VARIANTS = (UnionVariant(tiles=2, blocks=2, held=4, group=2, least_shared=50),)
+"""For SM90, in ascending order of the heads that a block takes; with more, blocks copy a union once for each of them.
+Unions of four were slower with any overlap: 899 us where two took 768, at 95% (record
 `docs/benchmarks/h200/sparse-mla-prefill`)."""
-VARIANT = Variant(tiles=2, blocks=2, held=4, group=GROUP)
-"""It takes 8 heads of a token; for more heads, blocks copy a union once for each 8."""
-PORTABLE_VARIANT = Variant(tiles=2, blocks=2, held=7, sums=2, group=GROUP)
-"""For other GPUs than SM90: what 99 KiB of shared memory suffice for."""
+PORTABLE_VARIANTS = (
+    UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=4, least_shared=60),
+    UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=2, least_shared=60),
+    UnionVariant(tiles=8, blocks=1, held=8, keys=32, head_parts=2, group=2, least_shared=80),
+)
+"""For other GPUs: what 99 KiB of shared memory suffice for, one block an SM."""
 
 
-def variant_for(facts: DeviceFacts) -> Variant:
-    """The form of `attend` that a device gets."""
-    return VARIANT if facts.architecture == HOPPER else PORTABLE_VARIANT
+def variant_for(heads: int, facts: DeviceFacts) -> UnionVariant:
+    """The form of `attend` that calls with this many query heads get on a device."""
+    return up_to(heads, HOPPER_VARIANTS if facts.architecture == HOPPER else PORTABLE_VARIANTS)[-1]
 
 
 def steps(topk: int) -> int:
@@ -58,9 +75,9 @@ def steps(topk: int) -> int:
     return -(-topk // THREADS[0])
 
 
-def table_bits(topk: int) -> int:
+def table_bits(topk: int, group: int) -> int:
     """log2 of the words of the table in which a group's entries are united: two for each entry."""
-    return max(2 * GROUP * topk - 1, 1).bit_length()
+    return max(2 * group * topk - 1, 1).bit_length()
 
 
 def most_entries(facts: DeviceFacts) -> int:
@@ -68,18 +85,23 @@ def most_entries(facts: DeviceFacts) -> int:
     return 1 << (((facts.shared_memory - STATIC) // 8).bit_length() - 1)
 
 
-def fits(topk: int, num_slots: int, facts: DeviceFacts) -> bool:
+def fits(topk: int, num_slots: int, group: int, facts: DeviceFacts) -> bool:
     """Whether an entry of a union has room for a slot, and the table for the entries of a group."""
-    return num_slots < 2**SLOT_BITS - 1 and GROUP * topk <= most_entries(facts)
+    return num_slots < 2**SLOT_BITS - 1 and group * topk <= most_entries(facts)
 
 
 def attend(
-    call: SparseMlaCall, *, gate: torch.Tensor | None = None, result: SparseMlaResult | None = None
+    call: SparseMlaCall,
+    *,
+    variant: UnionVariant | None = None,
+    gate: torch.Tensor | None = None,
+    result: SparseMlaResult | None = None,
 ) -> SparseMlaResult:
     """Attend unions of neighbouring query tokens, within the module's limits.
 
     Args:
-        gate: [2] int32, see `sparse_mla_neighbours`: attend only if the neighbours share enough.
+        variant: of the kernel; None: `variant_for`.
+        gate: [1] int32, see `sparse_mla_neighbours`: attend only if the neighbours share enough.
         result: to write, as `new_result` makes it; None: a new one.
 
     Raises:
@@ -89,9 +111,10 @@ def attend(
     topk, num_slots = call.scopes[0].topk, call.scopes[0].cache.num_slots
     slots = f"{call.scopes[0].name} has {num_slots} slots; an entry of a union has {SLOT_BITS} bits for one"
     call.require(num_slots < 2**SLOT_BITS - 1, slots)
-    given = require_records(call)
-    most = most_entries(facts_of(call.q.device))
-    call.require(GROUP * topk <= most, f"topk is {topk}; {GROUP} tokens may select {most} together on this GPU")
+    given, facts = require_records(call), facts_of(call.q.device)
+    variant, most = variant or variant_for(call.heads, facts), most_entries(facts)
+    group = variant.group
+    call.require(group * topk <= most, f"topk is {topk}; {group} tokens may select {most} together on this GPU")
     launch = prepare(call, result=result)
     if not call.q.numel():
         return launch.result
@@ -101,20 +124,20 @@ def attend(
     defines = sparse_mla.definitions(V32_FP8.name, launch.facts, is_flat=scope.is_flat, out_float32=out_float32)
     gates = () if gate is None else (gate,)
     defines["GATE"] = SHARING if gates else NO_GATE
-    groups, size, int64 = -(-rows // GROUP), ctypes.c_int, ctypes.c_int64
-    bits, variant = table_bits(topk), variant_for(launch.facts)
+    groups, size, int64 = -(-rows // group), ctypes.c_int, ctypes.c_int64
+    bits = table_bits(topk, group)
     with torch.cuda.device_of(launch.q):
         device = launch.q.device
         unite, run = kernels(topk, variant, tuple(defines.items()), device.index)
-        entries = torch.empty((groups, GROUP * topk), dtype=torch.int32, device=device)
+        entries = torch.empty((groups, group * topk), dtype=torch.int32, device=device)
         counts = torch.empty(groups, dtype=torch.int32, device=device)
         lengths = ctypes.c_void_p(scope.lengths), size(scope.lengths_divisor)
         indices = ctypes.c_void_p(scope.indices), int64(scope.indices_stride)
         numbers = map(size, (rows, topk, num_slots, bits))
         unite((groups, 1, 1), THREADS, (*indices, *lengths, *numbers, entries, counts, *gates), shared_bytes=4 << bits)
         united = CudaScope.from_buffer_copy(scope)
-        united.indices, united.indices_stride = entries.data_ptr(), GROUP * topk
-        united.lengths, united.lengths_divisor, united.topk = counts.data_ptr(), 1, GROUP * topk
+        united.indices, united.indices_stride = entries.data_ptr(), group * topk
+        united.lengths, united.lengths_divisor, united.topk = counts.data_ptr(), 1, group * topk
         run(
             (groups, -(-call.heads // variant.heads), 1),
             variant.threads,
@@ -133,15 +156,15 @@ prefill = prefill_op(attend)
 
 @functools.cache
 def kernels(
-    topk: int, variant: Variant, defines: tuple[tuple[str, int], ...], device: int | None
+    topk: int, variant: UnionVariant, defines: tuple[tuple[str, int], ...], device: int | None
 ) -> tuple[CudaKernel, CudaKernel]:
     """`unite` and `attend`, compiled unless they are, on torch's current device.
 
     Args:
         defines: `sparse_mla.definitions`, and GATE.
     """
-    table = 4 << table_bits(topk)
-    one = {"GROUP": GROUP, "STEPS": steps(topk), "GATE": dict(defines)["GATE"]}
+    table = 4 << table_bits(topk, variant.group)
+    one = {"GROUP": variant.group, "STEPS": steps(topk), "GATE": dict(defines)["GATE"]}
     unite = load_kernel(SOURCE, "unite", defines=one, max_dynamic_shared=table)
     options = dict(defines) | variant.definitions
     shared = variant.shared_bytes(V32_FP8.name)

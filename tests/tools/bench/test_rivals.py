@@ -165,7 +165,7 @@ def test_unions_are_measured_with_the_cuda_kernels_alone() -> None:
     for wanted in ((), ("cuda",), ("triton",)):
         workload = SUITES["sparse-mla-prefill"].build()(one, fakes.context(None, *wanted))
         names[wanted] = {contender.name for contender in workload.contenders}
-    unions = {"cuda, unions of 2", "cuda, unions where neighbours share"}
+    unions = {"cuda, unions", "cuda, unions where neighbours share"}
     assert unions <= names[()]
     assert unions <= names["cuda",]
     assert not unions & names["triton",]

@@ -22,8 +22,7 @@ PADDED = "flash_mla padded"
 WITH_COPY = "flash_mla padded, bf16 copy included"
 DECODE_KERNEL = "flash_mla decode kernel"
 # Not providers: `cuda` chooses between them and single query tokens.
-UNIONS = "cuda, unions of 2"
-NEIGHBOURS = "cuda, unions where neighbours share"
+UNIONS, NEIGHBOURS = "cuda, unions", "cuda, unions where neighbours share"
 FA3 = "fa3"
 SINGLE_TOKENS = "fa3, a sequence for each query token"  # vLLM's FLASH_ATTN_MLA_SPARSE
 
