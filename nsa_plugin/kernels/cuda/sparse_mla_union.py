@@ -39,7 +39,7 @@ from nsa_plugin.layouts import V32_FP8
 SOURCE = "sparse_mla_union.cu"
 THREADS = (256, 1, 1)  # of a block that makes a union
 SLOT_BITS = 28  # of an entry of a union; the others say which tokens select the slot
-STATIC = 64  # bytes of shared memory of such a block, without its table
+STATIC = 128  # bytes of shared memory that such a block has at most, beside its table
 
 
 @dataclass(frozen=True, kw_only=True)
