@@ -80,7 +80,7 @@ def test_the_gpu_takes_unions_where_neighbours_share(name: str, heads: int, toke
     if name == "with gaps" and tokens == 1:
         pytest.skip("its gaps need several tokens")
     facts = device.facts_of(DEVICE)
-    if heads > sparse_mla_neighbours.most_heads(facts):
+    if heads > sparse_mla_neighbours.limits(facts).heads:
         pytest.skip("tokens of so many heads are attended alone on this GPU")
     cache = inputs.filled_cache(DEVICE, "v32_fp8", KV, 64, 1)
     q, indices = inputs.normal(DEVICE, 2, tokens, heads, 576), selections(name, tokens, topk)
@@ -107,15 +107,17 @@ def test_the_gpu_takes_unions_where_neighbours_share(name: str, heads: int, toke
 
 
 @pytest.mark.parametrize("name", ["shared", "random"])
-@pytest.mark.parametrize("tokens", [4095, 4096])
-def test_which_kernel_a_long_prefill_gets(name: str, tokens: int) -> None:
-    """To the bit that of unions where neighbours share, and from 4096 query tokens on."""
+@pytest.mark.parametrize("fewer", [0, 1])
+def test_which_kernel_a_long_prefill_gets(name: str, fewer: int) -> None:
+    """To the bit that of unions where neighbours share, and from so many query tokens on."""
+    least = sparse_mla_neighbours.limits(device.facts_of(DEVICE)).rows
+    tokens = least - fewer
     cache = inputs.filled_cache(DEVICE, "v32_fp8", KV, 64, 1)
     q, indices = inputs.normal(DEVICE, 2, tokens, 8, 576), selections("random", tokens, 256)
     if name == "shared":
         indices = neighbouring(torch.arange(tokens, device=DEVICE), 256, 3, LIKELY)
     found = attention.prefill(q, cache, indices, scale=576**-0.5)
-    united = name == "shared" and tokens >= sparse_mla_neighbours.MIN_ROWS
+    united = name == "shared" and not fewer
     alone = prefill_op(sparse_mla.attend)
     expected = (sparse_mla_union.prefill if united else alone)(q, cache, indices, scale=576**-0.5)
     assert torch.equal(found.lse, expected.lse)

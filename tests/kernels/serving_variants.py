@@ -205,7 +205,7 @@ def v32_few_heads(variants: Variants) -> None:
         variants.serving = f"8 heads, {rows} rows from {offset} on"
         q, selected = empty(rows, 8, 576, dtype=BF16), empty(rows + offset, 2048)[offset:]
         providers.attend("sparse_mla_prefill", "cuda", q, cache("v32_fp8", 64, 64), selected, scale=1.0, d_v=512)
-    assert sparse_mla_neighbours.MIN_ROWS in ROWS
+    assert sparse_mla_neighbours.HOPPER_LIMITS.rows in ROWS
 
 
 def v32_rows(variants: Variants) -> None:

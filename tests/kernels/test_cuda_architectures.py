@@ -188,7 +188,7 @@ def test_unions_compile_and_fit(sm: int, gate: int, heads: int, load_for: Callab
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_what_decides_on_unions_compiles_and_fits(sm: int, load_for: Callable[[int], DeviceFacts]) -> None:
     facts = load_for(sm)
-    most = sparse_mla_neighbours.most_heads(facts)
+    most = sparse_mla_neighbours.limits(facts).heads
     sparse_mla_neighbours._load(most, 2048, False, torch.device("cpu"))
     build.load_kernel(sparse_mla_neighbours.SOURCE, "sample")((1, 1, 1), sparse_mla_neighbours.THREADS, ())
     alone = sparse_mla_neighbours.alone(most, facts)

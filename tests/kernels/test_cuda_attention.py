@@ -24,7 +24,7 @@ from nsa_plugin.kernels.sparse_mla import prefill_op
 from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.layouts import BF16, V4_FP8, V32_FP8
 from nsa_plugin.libraries.architectures import shared_memory_per_block
-from tests.kernels.sparse_mla_cases import HOST_TOKENS, host_arguments
+from tests.kernels.sparse_mla_cases import HOST_TOKENS, facts_of, host_arguments
 
 HEADS = 32
 
@@ -80,11 +80,19 @@ def test_which_kernel_a_call_gets(monkeypatch, heads, rows, suits, chosen):
 
 
 @pytest.mark.parametrize(
-    ("rows", "suits", "chosen"),
-    [(4096, True, "neighbours"), (4095, True, "alone"), (4096, False, "alone"), (0, True, "alone")],
+    ("architecture", "rows", "suits", "chosen"),
+    [
+        (90, 4096, True, "neighbours"),
+        (90, 4095, True, "alone"),
+        (90, 4096, False, "alone"),
+        (90, 0, True, "alone"),
+        (86, 1024, True, "neighbours"),
+        (86, 1023, True, "alone"),
+    ],
 )
-def test_long_prefills_of_few_heads_let_the_gpu_decide(monkeypatch, rows, suits, chosen):
+def test_long_prefills_of_few_heads_let_the_gpu_decide(monkeypatch, architecture, rows, suits, chosen):
     loaded = []
+    monkeypatch.setattr(sparse_mla_neighbours, "facts_of", lambda device: facts_of(architecture))
     monkeypatch.setattr(sparse_mla, "attend", lambda call: "alone")
     monkeypatch.setattr(sparse_mla_neighbours, "attend", lambda call: "neighbours")
     monkeypatch.setattr(sparse_mla_neighbours, "suits", lambda call: suits)

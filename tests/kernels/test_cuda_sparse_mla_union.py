@@ -170,7 +170,7 @@ def test_the_table_has_two_words_for_each_entry_and_fits(topk, group):
 @pytest.mark.parametrize("sm", [86, 90])
 def test_tokens_alone_are_attended_by_a_block_each_where_unions_may_be(sm):
     facts = facts_of(sm)
-    for heads in (1, 8, sparse_mla_neighbours.most_heads(facts)):
+    for heads in (1, 8, sparse_mla_neighbours.limits(facts).heads):
         variant = sparse_mla_neighbours.alone(heads, facts)
         assert variant.heads >= heads
         assert variant in sparse_mla.possible_variants(heads, "v32_fp8", facts)

@@ -1,7 +1,7 @@
 """Sparse MLA in CUDA C++: the kernel for a call, by the layout of its cache and by which one is the faster.
 
 Ops `sparse_mla_prefill` and `sparse_mla_decode`; contract: `nsa_plugin.kernels.sparse_mla`. bfloat16 rows have a kernel
-of their own (`sparse_mla_rows`). Of prefills over the V3.2 fp8 cache, long ones of up to 8 heads get
+of their own (`sparse_mla_rows`). Of prefills over the V3.2 fp8 cache, long ones of few heads get
 `sparse_mla_neighbours`, and on SM90 those of many heads `sparse_mla_wide` where that is faster (record
 `docs/benchmarks/h200/sparse-mla-prefill`). Everything else gets `sparse_mla`.
 """
@@ -30,7 +30,7 @@ def attend_prefill(call: SparseMlaCall) -> SparseMlaResult:
     if call.rows and sparse_mla_neighbours.suits(call):
         # Also for a batch too small for it: none may be compiled while an engine serves.
         sparse_mla_neighbours.load(call)
-        if call.rows >= sparse_mla_neighbours.MIN_ROWS:
+        if sparse_mla_neighbours.is_long(call):
             return sparse_mla_neighbours.attend(call)
     if call.heads <= MOST_FEW_HEADS or not call.rows or not suits_hopper(call):
         return attend_decode(call)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -40,17 +41,28 @@ SOURCE = "sparse_mla_sample.cu"
 THREADS = (256, 1, 1)
 PAIRS = 64
 """Most pairs of the sample, spread evenly over the batch."""
-MOST_HEADS, PORTABLE_MOST_HEADS = 8, 32
-"""On SM90, and on other GPUs. With more, unions were slower at any overlap on SM90; elsewhere, blocks would copy a
-union more than once."""
-MIN_ROWS = 4096
-"""Fewest query tokens of a batch for which it is worth it: the sample and the kernels that end at once take as long
-whatever the batch, by the record 8% of the time of 512 query tokens."""
 
 
-def most_heads(facts: DeviceFacts) -> int:
-    """Heads up to which unions may be the faster on a device."""
-    return MOST_HEADS if facts.architecture == HOPPER else PORTABLE_MOST_HEADS
+class Limits(NamedTuple):
+    """What unions may be faster for.
+
+    Attributes:
+        heads: most of them. With more, unions are slower at any overlap.
+        rows: fewest query tokens of a batch. The sample and the kernels that end at once take as long whatever the
+            batch: on an SM90, by the record, 8% of the time of 512 query tokens.
+    """
+
+    heads: int
+    rows: int
+
+
+HOPPER_LIMITS, PORTABLE_LIMITS = Limits(heads=8, rows=4096), Limits(heads=32, rows=1024)
+"""For SM90, and for other GPUs, where a token takes longer."""
+
+
+def limits(facts: DeviceFacts) -> Limits:
+    """Those of a device."""
+    return HOPPER_LIMITS if facts.architecture == HOPPER else PORTABLE_LIMITS
 
 
 def alone(heads: int, facts: DeviceFacts) -> sparse_mla.Variant:
@@ -64,7 +76,12 @@ def suits(call: SparseMlaCall) -> bool:
     if not suits_records(call):
         return False
     facts = facts_of(call.q.device)
-    return call.heads <= most_heads(facts) and _fits(call, facts)
+    return call.heads <= limits(facts).heads and _fits(call, facts)
+
+
+def is_long(call: SparseMlaCall) -> bool:
+    """Whether a call that `suits` has enough query tokens."""
+    return call.rows >= limits(facts_of(call.q.device)).rows
 
 
 def _fits(call: SparseMlaCall, facts: DeviceFacts) -> bool:
@@ -104,7 +121,7 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
     """
     given = require_records(call)
     facts = facts_of(call.q.device)
-    most, united = most_heads(facts), sparse_mla_union.variant_for(call.heads, facts)
+    most, united = limits(facts).heads, sparse_mla_union.variant_for(call.heads, facts)
     few = f"there are {call.heads} heads; on this GPU unions are faster with up to {most}"
     call.require(call.heads <= most, few)
     if not _fits(call, facts):

@@ -146,6 +146,12 @@ _ALL = (
                 for selection, kv in product(_OVERLAPS, (65536, 8192))
                 for heads in _HEADS
             ),
+            # From so many query tokens on, unions may be taken on other GPUs than SM90.
+            *(
+                _prefill(heads, 1024, 65536, 2048, selection)
+                for selection in (RANDOM, _OVERLAPS[0])
+                for heads in (16, 8, 32)
+            ),
         ),
         (_prefill(3, 5, 70, 20), _prefill(3, 5, 70, 20, _OVERLAPS[1])),
     ),
