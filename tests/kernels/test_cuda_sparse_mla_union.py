@@ -191,3 +191,19 @@ def test_the_host_and_the_gate_agree():
     assert "#define GATE 0 " in gate
     assert (sparse_mla_launch.NO_GATE, sparse_mla_launch.NOT_SHARING) == (0, 2)
     assert (int(re.search(r"THREADS = (\d+);", sample)[1]), 1, 1) == sparse_mla_neighbours.THREADS
+
+
+def test_the_docs_have_the_limits_and_forms():
+    docs = (Path(__file__).parents[2] / "docs/kernels.md").read_text()
+    hopper, portable = sparse_mla_neighbours.HOPPER_LIMITS, sparse_mla_neighbours.PORTABLE_LIMITS
+    for name, limits, variants in (
+        ("SM90", hopper, sparse_mla_union.HOPPER_VARIANTS),
+        ("portable path", portable, sparse_mla_union.PORTABLE_VARIANTS),
+    ):
+        rows = [line.split("|")[1:-1] for line in docs.splitlines() if re.match(rf"\| {name} \| .*%", line)]
+        assert len(rows) == len(variants)
+        assert limits.heads == variants[-1].heads
+        for (_, heads, tokens, group, shared), variant in zip(rows, variants, strict=True):
+            assert f"to {variant.heads} heads" in heads
+            assert int(tokens.replace(",", "")) == limits.rows
+            assert (int(group), int(re.match(r" (\d+)%", shared)[1])) == (variant.group, variant.least_shared)
