@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from packaging.version import Version
@@ -24,7 +25,9 @@ from nsa_plugin.tools.pages.markdown import markdown_table
 
 RECORDS = ROOT / "docs" / "benchmarks"
 PICTURE = ROOT / "docs" / "speed.svg"
-DECODE, DECODE_COLUMN = "output_tokens_per_s", "4,096 in, 256 out, tokens/s"
+DECODE = "output_tokens_per_s"
+REQUESTS = 32
+"""At once, in most records of output tokens a second."""
 
 
 @cache
@@ -45,7 +48,6 @@ class Server(NamedTuple):
         engine, version, model, heads, gpus, layers: what was served; heads of one GPU.
         gpu: ", H100" and so on; "" for the GPU of most records.
         alone: the row of the longest single prompt.
-        many: the row of the throughput of many prompts at once, or None.
         decode: the row of the output tokens a second, in one request if it was timed so, or None.
         path: the record of `alone`.
     """
@@ -58,7 +60,6 @@ class Server(NamedTuple):
     layers: int
     gpu: str
     alone: dict[str, Any]
-    many: dict[str, Any] | None
     decode: dict[str, Any] | None
     path: Path
 
@@ -95,13 +96,12 @@ def servers(folder: Path = RECORDS) -> list[Server]:
             path, record, row = max(alone, key=lambda one: (one[2]["case"]["prompt"], one[1]["date"], one[0].stem))
             gpu = summary.on_gpu(record)
             timed = [one for one in timed if summary.on_gpu(one[1]) == gpu]
-            many = _row(timed, path, "input_tokens_per_s", lambda case: not case.get("in_one"))
             # Streamed, a small model's tokens wait for the server's HTTP.
             decode = _row(timed, path, DECODE, lambda case: bool(case.get("in_one")))
             decode = decode or _row(timed, path, DECODE, lambda case: True)
             layers = record["model"]["num_hidden_layers"]
             name = summary.ENGINES.get(engine, engine)
-            found.append(Server(name, version, model, heads, gpus, layers, gpu, row, many, decode, path))
+            found.append(Server(name, version, model, heads, gpus, layers, gpu, row, decode, path))
             break
     return found
 
@@ -129,14 +129,20 @@ def table() -> str:
             f"{one.engine} {one.version}, {one.name.partition(', ')[2]}",
             str(one.layers),
             _figure(one.alone, f"{one.alone['case']['prompt']:,} tokens", " ms"),
-            _figure(one.many, "", ""),
-            _figure(one.decode, "", ""),
+            _figure(one.decode, _requests(one.decode), ""),
             f"[record]({file_url(one.path.with_suffix('.md').relative_to(ROOT).as_posix())})",
         ]
         for one in servers()
     ]
-    header = ["server", "layers", "first token, one prompt", "100 prompts, tokens/s", DECODE_COLUMN, "record"]
+    load = f"{REQUESTS} × 4,096 in, 256 out: output tokens/s"
+    header = ["server", "layers", "time to first token, one prompt", load, "record"]
     return markdown_table(header, lines) if lines else summary.NOTHING
+
+
+def _requests(row: dict[str, Any] | None) -> str:
+    """What a figure says of a load with another number of requests than the column."""
+    requests = row["case"]["requests"] if row else REQUESTS
+    return "" if requests == REQUESTS else f"{requests} requests"
 
 
 def _figure(row: dict[str, Any] | None, what: str, unit: str) -> str:
@@ -176,11 +182,18 @@ def served_lines() -> list[Line]:
     return [
         (
             one.name,
-            Bar(summary.ratio(one.alone), summary.clear(one.alone), f"{one.alone['case']['prompt'] // 1000}k tokens"),
-            Bar(summary.ratio(one.decode), summary.clear(one.decode)) if one.decode else None,
+            _served(one.alone, f"{one.alone['case']['prompt'] // 1000}k"),
+            _served(one.decode, _requests(one.decode)) if one.decode else None,
         )
         for one in servers()
     ]
+
+
+def _served(row: dict[str, Any], note: str) -> Bar:
+    """Of two servers with the plugin, the geometric mean."""
+    ratios = summary.ratios(row)
+    notes = [note, f"mean of {len(ratios)}" if len(ratios) > 1 else ""]
+    return Bar(geometric_mean(ratios), summary.clear(row), ", ".join(filter(None, notes)))
 
 
 def kernel_lines(folder: Path = RECORDS) -> list[Line]:
@@ -207,23 +220,19 @@ _KERNELS = ("V3.2 prefill", "V3.2 decode")  # of `summary.HIGHLIGHTS`
 def picture() -> str:
     """An SVG: speed-ups over stock, served and of the attention kernels alone. The same records give the same file."""
     served, kernels = served_lines(), kernel_lines()
+    layers = sorted({one.layers for one in servers()})
+    small = f"{layers[0]} to {layers[-1]} layers" if layers else "small models"
+    others = ", or the GPU named" if any(one.gpu for one in servers()) else ""
     parts = [
-        _text(16, 30, f"Speed-up over the stock engine on NVIDIA {summary.UNNAMED_GPU}", 17, weight=600),
+        _text(16, 30, f"Speed-up over the stock engine on NVIDIA {summary.UNNAMED_GPU}{others}", 17, weight=600),
         *(_rect(16, 44, 12, 12, _FULL), _text(34, 54, "this plugin", 12)),
         *(_rect(116, 44, 12, 12, _PALE), _text(134, 54, "this plugin, within the noise of the runs", 12)),
-        *(_path(376, 43, 57), _text(384, 54, "stock engine = 1", 12)),
+        *(_path(390, 43, 57), _text(398, 54, "stock engine = 1", 12)),
+        _text(526, 54, f"served: {small}, random weights", 12),
     ]
-    layers = sorted({one.layers for one in servers()})
-    others = ", on the GPU named" if any(one.gpu for one in servers()) else ""
-    small = f"{layers[0]} to {layers[-1]} layers" if layers else "small models"
     sections = (
-        (
-            f"Served ({small}, random weights{others})",
-            "time to first token, one prompt",
-            "tokens a second, 4,096 in, 256 out",
-            served,
-        ),
-        ("V3.2's kernels alone, by heads a GPU", "prefill, 4,096 query tokens", "decode, 128 requests", kernels),
+        ("Served", "time to first token, by prompt length", f"tokens a second, {REQUESTS} × 4,096 in, 256 out", served),
+        ("V3.2's kernels alone", "prefill, 4,096 query tokens", "decode, 128 requests", kernels),
     )
     y = 88
     for title, *columns, lines in sections:
@@ -264,7 +273,7 @@ def _bar(x: int, top: int, bar: Bar | None) -> list[str]:
         return [_text(x, top + 14, "not measured", 11, fill=_SOFT)]
     width = _scale(bar.speedup)
     figure = f"{bar.speedup:.2f}×"
-    note = f'<tspan fill="{_SOFT}" font-weight="400"> {escape(bar.note)}</tspan>' if bar.note else ""
+    note = f'<tspan dx="4" fill="{_SOFT}" font-weight="400">{escape(bar.note)}</tspan>' if bar.note else ""
     weight = ' font-weight="600"' if bar.clear else ""
     return [
         _rect(x, top + 3, width, 15, _FULL if bar.clear else _PALE),
@@ -274,7 +283,7 @@ def _bar(x: int, top: int, bar: Bar | None) -> list[str]:
 
 
 def _scale(speedup: float) -> int:
-    return round(min(speedup, _MOST) / _MOST * (_COLUMN - 48))
+    return round(min(speedup, _MOST) / _MOST * (_COLUMN - 60))
 
 
 def _path(x: int, top: int, bottom: int) -> str:
@@ -292,5 +301,6 @@ def _text(x: int, y: int, text: str, size: int, *, weight: int = 400, fill: str 
 
 def _said(line: Line) -> str:
     name, prefill, decode = line
-    words = (("first token" if "," in name else "prefill", prefill), ("decode", decode))
+    served = ("first token", "tokens a second") if "," in name else ("prefill", "decode")
+    words = zip(served, (prefill, decode), strict=True)
     return f"{name}: " + ", ".join(f"{word} {bar.speedup:.2f}×" for word, bar in words if bar)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import tomllib
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,28 @@ def test_the_picture_is_well_formed_and_says_its_figures() -> None:
     texts = "".join("".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text"))
     assert "random weights" in texts
     assert "stock kernel kept" in texts
+
+
+def test_no_text_of_the_picture_runs_into_another() -> None:
+    """By the widths of a wide font: no text of a line ends behind the start of the next."""
+    lines: dict[float, list[tuple[float, float]]] = {}
+    for node in ET.fromstring(headline.picture()).iter("{http://www.w3.org/2000/svg}text"):
+        text, size = "".join(node.itertext()), float(node.attrib["font-size"])
+        width = len(text) * size * (0.6 if "font-weight" in node.attrib else 0.5)
+        start = float(node.attrib["x"])
+        lines.setdefault(float(node.attrib["y"]), []).append((start, start + width))
+    assert len(lines) > 20
+    for texts in lines.values():
+        for (_, end), (start, _) in pairwise(sorted(texts)):
+            assert end <= start
+    # One after the other, in the last column; its own scale leaves room for the figure.
+    assert max(end for texts in lines.values() for _, end in texts) <= headline._WIDTH
+
+
+def test_two_servers_are_drawn_as_their_mean() -> None:
+    quartiles = {f"{name}{quartile}": 1.0 for name in ("", "again_", "baseline_") for quartile in ("q1", "q3")}
+    row = quartiles | {"speedup": 0.5, "again_speedup": 2.0}
+    assert headline._served(row, "128k") == headline.Bar(1.0, False, "128k, mean of 2")
 
 
 def test_the_table_has_a_line_for_each_server_with_its_layers_and_record() -> None:
