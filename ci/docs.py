@@ -26,7 +26,7 @@ from nsa_plugin.backends.vllm.startup.model import is_portable
 from nsa_plugin.commands.engines import ENGINES
 from nsa_plugin.layouts import BF16, INDEXER_FP8, V32_FP8
 from nsa_plugin.libraries.architectures import EVIDENCE
-from nsa_plugin.libraries.capabilities import V32_ROW, spans
+from nsa_plugin.libraries.capabilities import V32_ROW, Capability, spans
 from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Provider, Registry
 from nsa_plugin.settings import BACKEND_OPS, ENV_PREFIX, Settings
@@ -236,22 +236,23 @@ def kernels_table() -> str:
 
 
 def _limits(provider: Provider) -> list[list[str]]:
-    """GPUs, layouts, heads and top-k of each of the provider's kernels for its op."""
+    """GPUs, layouts, heads and top-k of the provider's kernels for its op, of which those with the same limits share a
+    line."""
     # The paged form of the indexer has the limits of the ragged one.
     op = provider.op.removesuffix("_paged")
     kernels = [kernel for kernel in MANIFEST[provider.name].kernels if kernel.op == op]
     if not kernels:
         sms = "any" if provider.sms is None else ", ".join(f"SM{sm}" for sm in sorted(provider.sms))
         return [[sms, "-", "-", "-"]]
-    return [
-        [
-            spans([kernel]),
-            ", ".join(kernel.layouts) or "-",
-            "any" if kernel.heads_given(1) == 1 and not kernel.head_counts else kernel.heads_in_words,
-            "any" if kernel.topk_multiple == 1 else f"multiples of {kernel.topk_multiple}",
-        ]
-        for kernel in kernels
-    ]
+    same: dict[tuple[str, str, str], list[Capability]] = {}
+    for kernel in kernels:
+        heads = "any" if kernel.heads_given(1) == 1 and not kernel.head_counts else kernel.heads_in_words
+        topk = "any" if kernel.topk_multiple == 1 else f"multiples of {kernel.topk_multiple}"
+        same.setdefault((", ".join(kernel.layouts) or "-", heads, topk), []).append(kernel)
+    layouts: dict[tuple[str, str, str], list[str]] = {}
+    for (layout, heads, topk), those in same.items():
+        layouts.setdefault((spans(those), heads, topk), []).append(layout)
+    return [[gpus, ", ".join(dict.fromkeys(names)), heads, topk] for (gpus, heads, topk), names in layouts.items()]
 
 
 def tested_table() -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.shapes import ModelShape
-from nsa_plugin.libraries.capabilities import Capability, Op
+from nsa_plugin.libraries.capabilities import Capability, Op, alternatives
 from nsa_plugin.libraries.manifest import MANIFEST
 
 OPS = {
@@ -94,7 +94,7 @@ def capability_refusal(
         selections: numbers of selected tokens; each must be a multiple of `topk_multiple`.
     """
     if capability.dims and dims not in capability.dims:
-        allowed = " or ".join(map(str, capability.dims))
+        allowed = alternatives(capability.dims)
         return f"supports heads of {allowed} elements; the model's have {dims}"
     if capability.heads_given(heads) is None:
         return f"supports {capability.heads_in_words} heads; there are {heads}"

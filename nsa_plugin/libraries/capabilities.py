@@ -79,13 +79,19 @@ class Capability:
 
     @property
     def heads_in_words(self) -> str:
-        """The supported head counts: "64 or 128", "1 to 64 or 128", "multiples of 64"."""
+        """The supported head counts: "64 or 128", "8, 16 or 32", "1 to 64 or 128", "multiples of 64"."""
         if not self.head_counts:
             return f"multiples of {self.head_multiple}"
         counts = sorted(self.head_counts)
         starts = [count for count in counts if count - 1 not in counts]
         ends = [count for count in counts if count + 1 not in counts]
-        return " or ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True))
+        return alternatives(f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True))
+
+
+def alternatives(words: Iterable[object]) -> str:
+    """ "8", "8 or 16", "8, 16 or 32"."""
+    *others, last = map(str, words)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def is_build(distribution: str, versions: str, installed: str, version: str) -> bool:

@@ -153,7 +153,7 @@ def test_dense_attention_needs_head_dims_that_its_kernel_has() -> None:
     plan = choose(replace(V32, v_head_dim=96), extend(100))
     assert plan.attention is Attention.SPARSE_PREFILL
     assert (
-        "supports heads of (192, 128) or (128, 128) or (256, 256) elements; the model's have (192, 96)"
+        "supports heads of (192, 128), (128, 128) or (256, 256) elements; the model's have (192, 96)"
         in (plan.reasons["attention"])
     )
 

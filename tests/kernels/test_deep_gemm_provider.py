@@ -334,7 +334,7 @@ def paged(page_size=64, **changes):
     ("call", "message"),
     [
         (lambda: ragged(heads=16), "indexer_topk: q has 16 heads; deep_gemm takes 32 or 64 on SM9x"),
-        (lambda: ragged(dim=96), "q has 96 values a head; deep_gemm takes 32 or 64 or 128"),
+        (lambda: ragged(dim=96), "q has 96 values a head; deep_gemm takes 32, 64 or 128"),
         (lambda: ragged(q=torch.zeros(3, 32, 128)), "q has dtype float32; allowed: float8_e4m3fn"),
         (lambda: ragged(topk=0), "topk is 0"),
         (lambda: ragged(rows_per_chunk=0), "rows_per_chunk is 0"),

@@ -34,6 +34,7 @@ from nsa_plugin.kernels.indexer_args import check_limits, check_ragged, paged_li
 from nsa_plugin.kernels.kv_cache import PagedCache
 from nsa_plugin.kernels.selector import default_selector
 from nsa_plugin.kernels.topk import Request, Selector, new_output, row_chunks, uncovered_rows
+from nsa_plugin.libraries.capabilities import alternatives
 
 HEADS = {9: (32, 64), 10: (8, 16, 32, 64), 12: (32, 64)}
 """Supported head counts, by the major version of the SM."""
@@ -306,10 +307,10 @@ def _check_heads(op: str, device: torch.device, heads: int, dim: int) -> int:
     """Check that the library supports the heads on a device; return the major version of its SM."""
     major = _sm_major(device)
     require(major in HEADS, op, f"q is on {device}, SM{major}x; deep_gemm has these kernels for SM90, SM100 and SM120")
-    allowed = " or ".join(map(str, HEADS[major]))
+    allowed = alternatives(HEADS[major])
     require(heads in HEADS[major], op, f"q has {heads} heads; deep_gemm takes {allowed} on SM{major}x")
     dims = HEAD_DIMS[major]
-    require(dim in dims, op, f"q has {dim} values a head; deep_gemm takes {' or '.join(map(str, dims))} on SM{major}x")
+    require(dim in dims, op, f"q has {dim} values a head; deep_gemm takes {alternatives(dims)} on SM{major}x")
     return major
 
 
