@@ -22,7 +22,7 @@ from nsa_plugin.kernels.cuda import (
     sparse_mla_union,
     topk,
 )
-from nsa_plugin.kernels.sparse_mla import decode_op, reference_decode, reference_prefill
+from nsa_plugin.kernels.sparse_mla import decode_op, prefill_op, reference_decode, reference_prefill
 from nsa_plugin.kernels.topk import reference_topk_rows
 from tests.kernels import cuda_on_cpu
 from tests.kernels.sparse_mla_cases import DECODE_TOLERANCE, PREFILL_TOLERANCE, decode_case, facts_of, prefill_case
@@ -106,6 +106,24 @@ def test_unions_of_neighbouring_tokens(attend: Any, sharing: bool, heads: int) -
     expected = reference_prefill(**case, out_dtype=torch.float32)
     absolute, relative = PREFILL_TOLERANCE
     torch.testing.assert_close(result.out.float(), expected.out, atol=absolute, rtol=relative)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32])
+@pytest.mark.parametrize("sharing", [True, False])
+def test_unions_are_taken_where_neighbours_share(sharing: bool, heads: int) -> None:
+    """Of both kernels one runs: the results are, to the bit, those of unions or those of tokens alone."""
+    case = prefill_case(
+        tokens=8, heads=heads, slots=512, topk=150, layout="v32_fp8", with_length=False, with_sink=False
+    )
+    if sharing:
+        case["indices"] = case["indices"][[0, 0, 0, 0, 4, 4, 4, 4]]
+    variant = sparse_mla_neighbours.alone(heads, facts_of(86))
+    found = sparse_mla_neighbours.prefill(**case, out_dtype=torch.bfloat16)
+    united = sparse_mla_union.prefill(**case, out_dtype=torch.bfloat16)
+    alone = prefill_op(partial(sparse_mla.attend, variant=variant, splits=1))(**case, out_dtype=torch.bfloat16)
+    assert torch.equal(found.lse, (united if sharing else alone).lse)
+    assert torch.equal(found.out, (united if sharing else alone).out)
+    assert not torch.equal(united.out, alone.out)
 
 
 @pytest.mark.parametrize(("overlap", "least"), [(0.5, 49), (0.5, 51), (1.0, 99), (0.0, 1)])
