@@ -6,6 +6,7 @@ import json
 import re
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,8 +14,10 @@ from ci import docs, site
 from ci.rows import ROOT
 from nsa_plugin.cli import main
 from nsa_plugin.tools.bench.record import read
+from nsa_plugin.tools.pages.markdown import generated_notice
 
 NAVIGATION = (ROOT / "mkdocs.yml").read_text()
+STYLES = (ROOT / "docs" / "site.css").read_text()
 
 
 def test_a_link_out_of_the_docs_folder_leads_to_the_repository() -> None:
@@ -48,6 +51,31 @@ def test_long_names_may_break() -> None:
     )
 
 
+def test_column_heads_may_break_and_stay_whole_as_labels() -> None:
+    made = site.on_page_content(
+        "<table><thead><tr>\n<th>triton_sparse_mla, flash_mla</th></tr></thead><tr><td>1</td></tr></table>"
+    )
+    assert "<th>triton_<wbr>sparse_<wbr>mla, flash_mla</th>" in made
+    assert '<td data-label="triton_sparse_mla, flash_mla">1</td>' in made
+
+
+@pytest.mark.parametrize(
+    ("source", "hidden"),
+    [("benchmarks/h200/topk.md", ["toc"]), ("benchmarks/records.md", None), ("compare.md", None)],
+)
+def test_a_record_has_the_width_of_the_page_and_its_heading_as_title(source: str, hidden: list[str] | None) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=source), meta={})
+    text = f"{generated_notice('x.json')}\n\n# topk\n"
+    made = site.on_page_markdown(text, page=page, config=SimpleNamespace(repo_url="https://r"))
+    assert page.meta.get("hide") == hidden
+    assert made.startswith("# topk") is source.startswith("benchmarks/")
+
+
+def test_no_button_covers_code_on_a_narrow_screen() -> None:
+    _, _, narrow = STYLES.partition("@media screen and (max-width: 44.9375em)")
+    assert re.search(r"\.md-code__nav \{\s*display: none;", narrow)
+
+
 @pytest.mark.parametrize("page", docs.files(), ids=lambda page: page.name)
 def test_lists_are_written_so_that_the_site_reads_them_as_github_does(page: Path) -> None:
     text = re.sub(r"^( *)```.*?^\1```", r"\1```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -65,7 +93,22 @@ def test_the_navigation_names_existing_pages_and_every_kernel_suite() -> None:
     suites = [path for records in read(docs.RECORDS).values() for path, _ in records]
     assert suites
     for path in suites:
-        assert path.with_suffix(".md").relative_to(ROOT / "docs").as_posix() in pages
+        page = path.with_suffix(".md").relative_to(ROOT / "docs").as_posix()
+        assert page in pages
+        # In one of the groups of kernel suites, by a name in words: the suite's is on the page.
+        assert re.search(rf"\n {{14}}- [A-Z0-9][\w .,'-]+: {page}\n", NAVIGATION), page
+
+
+def test_the_kernel_suites_are_in_groups() -> None:
+    _, _, after = NAVIGATION.partition("- Kernel suites:")
+    suites, _, _ = after.partition("- Compare your own model")
+    groups = re.split(r"^ {10}- (.+):\n", suites, flags=re.MULTILINE)[1:]
+    names, members = groups[::2], groups[1::2]
+    assert names == ["H200", "H100", "Portable path", "Resharding"]
+    for name, listed in zip(names, members, strict=True):
+        for host, suite in re.findall(r"benchmarks/(\w+)/([\w-]+)\.md", listed):
+            kind = "Portable path" if suite.startswith("portable-") else host.upper()
+            assert name == ("Resharding" if suite.startswith("token-shard-") else kind)
 
 
 @pytest.mark.parametrize(

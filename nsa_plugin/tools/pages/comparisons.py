@@ -10,10 +10,12 @@ from nsa_plugin.tools.compare.report import AGREEMENT_COLUMNS, serve_columns, ta
 from nsa_plugin.tools.pages.markdown import FAILED, STOPPED, generated_notice, markdown_table
 from nsa_plugin.tools.records import Row
 
+_LINKS = "[All records](../records.md#engine-comparisons). [How to read this](../../compare.md#how-to-read-a-record)."
+
 
 def page(path: Path, record: Row) -> str:
     """The Markdown page of the record at `path`."""
-    parts = [generated_notice(path.name), f"# {record['suite']}", f"Result: {result(record)}."]
+    parts = [generated_notice(path.name), f"# {record['suite']}", _LINKS, f"Result: {result(record)}."]
     facts = {
         "Record": f"[{path.name}]({path.name}), {record['date']}, commit {record['host']['commit'] or 'unknown'}",
         "Command": f"`{record['command']}`",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,17 @@ from nsa_plugin.tools.bench.tables import grouped
 from nsa_plugin.tools.pages.markdown import generated_notice, markdown_table
 from nsa_plugin.tools.records import Row
 
+_RESHARDED = re.compile(r"token-shard-tp(?P<ranks>\d+)(-(?P<heads>\d+)heads)?")
+_ALL_HEADS = "128"
+"""Heads of the model in a resharding suite whose name has no other number."""
+_TOP_K = {"sgl_kernel.fast_topk_v2": "SGLang's", "vllm.top_k_per_row_prefill": "vLLM's"}
+"""The engines' top-k kernels, which a suite measures only where the engines are installed."""
+
 
 def page(path: Path, record: Row) -> str:
     """The Markdown page of the record at `path`."""
     parts = [generated_notice(path.name), f"# {record['suite']}"]
-    if about := describe(record["suite"]):
+    if about := about_record(record):
         parts.append(f"{about}. [How to read these tables](../../kernels.md#how-kernels-are-measured).")
     parts.append(_provenance(path, record))
     for op in dict.fromkeys(row["op"] for row in record["rows"]):
@@ -35,8 +42,21 @@ def page(path: Path, record: Row) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def about_record(record: Row) -> str:
+    """What a record's suite measures, and which engines' top-k kernels it was measured with; empty if unknown."""
+    about = describe(record["suite"])
+    providers = {row["provider"].rpartition(", ")[2] for row in record["rows"]}
+    engines = [name for kernel, name in _TOP_K.items() if kernel in providers]
+    return f"{about}; with {' and '.join(engines)} top-k" if about and engines else about
+
+
 def describe(suite: str) -> str:
-    """What a suite measures; empty for one that `nsa-plugin bench` does not list."""
+    """What a suite measures; empty for an unknown one."""
+    if resharded := _RESHARDED.fullmatch(suite):
+        return (
+            f"Resharding over {resharded['ranks']} GPUs, {resharded['heads'] or _ALL_HEADS} heads in all: each GPU "
+            "attends with all heads for its share of the query tokens; baseline: with its own heads for all of them"
+        )
     found = SUITES.get(suite_name(suite))
     if found is None:
         return ""

@@ -23,7 +23,7 @@ def pages(folder: Path) -> dict[Path, str]:
     made = {path.with_suffix(".md"): kernels.page(path, record) for path, record in timed}
     made |= {path.with_suffix(".md"): comparisons.page(path, record) for path, record in compared}
     suites = [
-        [f"[{record['suite']}]({_link(path)})", kernels.describe(record["suite"]) or "-", record["host"]["gpu"]]
+        [f"[{record['suite']}]({_link(path)})", kernels.about_record(record) or "-", record["host"]["gpu"]]
         for path, record in timed
     ]
     parts = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from nsa_plugin.libraries.manifest import supporting
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Registry
 from nsa_plugin.tools.bench import record
 from nsa_plugin.tools.bench.cases import BenchError
+from nsa_plugin.tools.compare import record as comparison_record
+from nsa_plugin.tools.compare.report import AGREEMENT_COLUMNS, serve_columns, tables
 from nsa_plugin.tools.pages import comparisons, kernels, plots, site, summary
 from nsa_plugin.tools.pages.markdown import FAILED, STOPPED
 from tests.tools.pages.records import ROWS, one_record, row
@@ -90,6 +93,58 @@ def test_a_page_says_how_its_suite_was_run(suite: str, ends: str) -> None:
     assert plain
     assert kernels.describe(suite) == plain + ends
     assert kernels.position(suite)[0] == kernels.position("sparse-mla-prefill")[0]
+
+
+@pytest.mark.parametrize(
+    ("suite", "starts"),
+    [
+        ("token-shard-tp4", "Resharding over 4 GPUs, 128 heads in all: each GPU attends with all heads for its share"),
+        ("token-shard-tp2-32heads", "Resharding over 2 GPUs, 32 heads in all: "),
+    ],
+)
+def test_a_resharding_suite_says_what_it_measures(suite: str, starts: str, tmp_path: Path) -> None:
+    path = record.write(one_record(ROWS, suite=suite), tmp_path)
+    made = site.pages(tmp_path)
+    assert f"# {suite}\n\n{starts}" in made[path.with_suffix(".md")]
+    assert "[How to read these tables](../../kernels.md#how-kernels-are-measured)." in made[path.with_suffix(".md")]
+    assert f"| [{suite}](h200/{suite}.md) | {starts}" in made[tmp_path / "records.md"]
+
+
+@pytest.mark.parametrize(
+    ("providers", "ends"),
+    [
+        (["cuda", "torch.topk"], "the libraries' top-k kernels"),
+        (["cuda", "sgl_kernel.fast_topk_v2"], "; with SGLang's top-k"),
+        (
+            ["deep_gemm in one piece, sgl_kernel.fast_topk_v2", "deep_gemm in one piece, vllm.top_k_per_row_prefill"],
+            "; with SGLang's and vLLM's top-k",
+        ),
+    ],
+)
+def test_a_record_of_the_top_k_says_which_engines_kernels_it_has(providers: list[str], ends: str) -> None:
+    about = kernels.about_record(one_record([row(provider, 1.0) for provider in providers], suite="topk"))
+    assert about.startswith(kernels.describe("topk"))
+    assert about.endswith(ends)
+    assert kernels.about_record(one_record([row(providers[-1], 1.0)], suite="another")) == ""
+
+
+def test_the_page_of_a_comparison_links_to_the_records_and_to_what_its_columns_mean() -> None:
+    pages = [made for path, made in site.pages(docs.RECORDS).items() if path.stem.startswith(("sglang-", "vllm-"))]
+    assert pages
+    for text in pages:
+        heading, first, *_ = text.split("\n\n")[1:]
+        assert heading.startswith("# ")
+        assert re.findall(r"\]\((.+?)\)", first) == [
+            "../records.md#engine-comparisons",
+            "../../compare.md#how-to-read-a-record",
+        ]
+    assert "\n## Engine comparisons\n" in (docs.RECORDS / "records.md").read_text()
+    _, _, explained = (docs.RECORDS.parent / "compare.md").read_text().partition("\n## How to read a record\n")
+    names = set(AGREEMENT_COLUMNS)
+    for _, one in comparison_record.read(docs.RECORDS):
+        names |= {*serve_columns(one), *(measure for _, measure, *_ in tables(one)[1])}
+    assert {"in pairs", "ttft ms"} <= names
+    assert [name for name in sorted(names) if name.replace("|", r"\|") not in explained] == []
 
 
 def test_without_records_every_table_says_so(tmp_path: Path) -> None:
