@@ -99,6 +99,7 @@ def first_token(served: Records) -> str:
             cells.setdefault((path, server), {})[prompt] = _speedup(row)
     lengths = sorted({prompt for one in cells.values() for prompt in one})
     lines = [[server, *(one.get(n, "-") for n in lengths), _link(path)] for (path, server), one in cells.items()]
+    lines.sort(key=_by_server)
     header = ["server", *(f"{length:,}" for length in lengths), "record"]
     return markdown_table(header, lines) if lines else NOTHING
 
@@ -119,7 +120,14 @@ def loads(served: Records) -> str:
             cells.setdefault(key, {})[_MEASURES[row["case"]["measure"]]] = _speedup(row)
     measures = [name for name in dict.fromkeys(_MEASURES.values()) if any(name in one for one in cells.values())]
     lines = [[*start, *(cells[key].get(m, "-") for m in measures), _link(key[0])] for key, start in found.items()]
+    lines.sort(key=_by_server)
     return markdown_table(["server", "load", *measures, "record"], lines) if lines else NOTHING
+
+
+def _by_server(line: Sequence[str]) -> tuple[str, str, int, list[str]]:
+    """A line's place in a table: by engine, model, number of heads, and the rest of what names its server."""
+    engine, model, served, *rest = line[0].split(", ")
+    return engine.partition(" ")[0], model, int(served.split()[0]), [served, *rest]
 
 
 def limits(served: Records) -> str:

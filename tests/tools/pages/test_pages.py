@@ -326,6 +326,23 @@ def test_the_same_load_on_another_gpu_has_a_line_of_its_own_with_its_name() -> N
     assert names == ["SGLang 1.0, V3.2, 16 heads", "SGLang 1.1, V3.2, 16 heads, H100"]
 
 
+def test_servers_are_in_the_order_of_engines_models_and_numbers_of_heads() -> None:
+    lines = [
+        [f"{name}, {heads} heads"]
+        for name in ("vLLM 0.9, V4", "vLLM 0.8, V3.2", "SGLang 1.0, V4")
+        for heads in (128, 8)
+    ]
+    ordered = [line[0] for line in sorted(lines, key=summary._by_server)]
+    assert ordered == [
+        "SGLang 1.0, V4, 8 heads",
+        "SGLang 1.0, V4, 128 heads",
+        "vLLM 0.8, V3.2, 8 heads",
+        "vLLM 0.8, V3.2, 128 heads",
+        "vLLM 0.9, V4, 8 heads",
+        "vLLM 0.9, V4, 128 heads",
+    ]
+
+
 def test_a_server_that_reshards_because_it_is_asked_to_says_so() -> None:
     asked = comparison([served("ttft_ms")]) | {"servers": {"plugin": {"settings": {"token_shard": "on"}}}}
     auto = comparison([served("ttft_ms")]) | {"servers": {"plugin": {"settings": {"token_shard": "auto"}}}}
