@@ -47,7 +47,8 @@ class UnionVariant(Variant):
     """A compiled form of the kernel that attends unions.
 
     Attributes:
-        least_shared: of 100 entries, those that a token has to share with the one before it for unions to be faster.
+        least_shared: of 100 entries, those that a token has to share with the one before it for unions to be faster. A
+            line through the recorded times of unions crosses those of tokens alone at a little less.
     """
 
     least_shared: int
@@ -62,7 +63,8 @@ PORTABLE_VARIANTS = (
     UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=2, least_shared=65),
     UnionVariant(tiles=8, blocks=1, held=8, keys=32, head_parts=2, group=2, least_shared=85),
 )
-"""For other GPUs: what 99 KiB of shared memory suffice for, one block an SM."""
+"""For other GPUs: what 99 KiB of shared memory suffice for, one block an SM (record
+`docs/benchmarks/h100/portable-sparse-mla-prefill`)."""
 
 
 def variant_for(heads: int, facts: DeviceFacts) -> UnionVariant:
