@@ -177,7 +177,7 @@ class Bar(NamedTuple):
 Line = tuple[str, Bar | None, Bar | None]
 
 
-def served_lines() -> list[Line]:
+def served_lines(found: Iterable[Server]) -> list[Line]:
     """Each server: its name, and the bars of its first token and of its output tokens a second."""
     return [
         (
@@ -185,7 +185,7 @@ def served_lines() -> list[Line]:
             _served(one.alone, f"{one.alone['case']['prompt'] // 1000}k"),
             _served(one.decode, _requests(one.decode)) if one.decode else None,
         )
-        for one in servers()
+        for one in found
     ]
 
 
@@ -219,10 +219,11 @@ _KERNELS = ("V3.2 prefill", "V3.2 decode")  # of `summary.HIGHLIGHTS`
 
 def picture() -> str:
     """An SVG: speed-ups over stock, served and of the attention kernels alone. The same records give the same file."""
-    served, kernels = served_lines(), kernel_lines()
-    layers = sorted({one.layers for one in servers()})
+    found = servers()
+    served, kernels = served_lines(found), kernel_lines()
+    layers = sorted({one.layers for one in found})
     small = f"{layers[0]} to {layers[-1]} layers" if layers else "small models"
-    others = ", or the GPU named" if any(one.gpu for one in servers()) else ""
+    others = ", or the GPU named" if any(one.gpu for one in found) else ""
     parts = [
         _text(16, 30, f"Speed-up over the stock engine on NVIDIA {summary.UNNAMED_GPU}{others}", 17, weight=600),
         *(_rect(16, 44, 12, 12, _FULL), _text(34, 54, "this plugin", 12)),

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from nsa_plugin.libraries.architectures import shared_memory_per_block
-from nsa_plugin.libraries.capabilities import HostModule, KernelLibrary
+from nsa_plugin.libraries.capabilities import HostModule, KernelLibrary, alternatives
 from nsa_plugin.libraries.devices import DeviceProfile, InstalledLibrary, on_device, without_gpu
 from nsa_plugin.libraries.host import cpu_memory, has_nvlink
 from nsa_plugin.libraries.manifest import MANIFEST
@@ -62,7 +62,7 @@ def _find(library: KernelLibrary, sm: int, smem_per_block: int) -> InstalledLibr
             continue
         distribution, version = _distribution(host.distributions)
         if not distribution:
-            reason = f"the installed {host.module} is not from {' or '.join(host.distributions)}"
+            reason = f"the installed {host.module} is not from {alternatives(host.distributions)}"
             refused.append(InstalledLibrary(name=library.name, available=False, module=host.module, reason=reason))
             continue
         found = on_device(library, (distribution, version, host.module), sm, smem_per_block)

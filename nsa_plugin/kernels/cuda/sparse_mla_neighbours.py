@@ -121,7 +121,7 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
     """
     given = require_records(call)
     facts = facts_of(call.q.device)
-    most, united = limits(facts).heads, sparse_mla_union.variant_for(call.heads, facts)
+    most = limits(facts).heads
     few = f"there are {call.heads} heads; on this GPU unions are faster with up to {most}"
     call.require(call.heads <= most, few)
     if not _fits(call, facts):
@@ -131,9 +131,10 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
         return result
     # Both kernels write where they can; neither may copy from where only the other has written.
     written = writable_rows(result.out).view(result.out.shape)
-    found = sample(call.rows, cuda_scope(call, given, V32_FP8), united.least_shared, call.q.device)
+    least = sparse_mla_union.variant_for(call.heads, facts).least_shared
+    found = sample(call.rows, cuda_scope(call, given, V32_FP8), least, call.q.device)
     own = SparseMlaResult(written, result.lse, result.max_logits)
-    sparse_mla_union.attend(call, variant=united, gate=found, result=own)
+    sparse_mla_union.attend(call, gate=found, result=own)
     sparse_mla.attend(call, variant=alone(call.heads, facts), gate=found, result=own)
     if written.data_ptr() != result.out.data_ptr():
         result.out.copy_(written)

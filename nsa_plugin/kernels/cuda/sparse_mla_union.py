@@ -93,16 +93,11 @@ def fits(topk: int, num_slots: int, group: int, facts: DeviceFacts) -> bool:
 
 
 def attend(
-    call: SparseMlaCall,
-    *,
-    variant: UnionVariant | None = None,
-    gate: torch.Tensor | None = None,
-    result: SparseMlaResult | None = None,
+    call: SparseMlaCall, *, gate: torch.Tensor | None = None, result: SparseMlaResult | None = None
 ) -> SparseMlaResult:
     """Attend unions of neighbouring query tokens, within the module's limits.
 
     Args:
-        variant: of the kernel; None: `variant_for`.
         gate: [1] int32, see `sparse_mla_neighbours`: attend only if the neighbours share enough.
         result: to write, as `new_result` makes it; None: a new one.
 
@@ -114,7 +109,7 @@ def attend(
     slots = f"{call.scopes[0].name} has {num_slots} slots; an entry of a union has {SLOT_BITS} bits for one"
     call.require(num_slots < 2**SLOT_BITS - 1, slots)
     given, facts = require_records(call), facts_of(call.q.device)
-    variant, most = variant or variant_for(call.heads, facts), most_entries(facts)
+    variant, most = variant_for(call.heads, facts), most_entries(facts)
     group = variant.group
     call.require(group * topk <= most, f"topk is {topk}; {group} tokens may select {most} together on this GPU")
     launch = prepare(call, result=result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,6 @@ from nsa_plugin.tools.bench.tables import grouped
 from nsa_plugin.tools.pages.markdown import generated_notice, markdown_table
 from nsa_plugin.tools.records import Row
 
-_RESHARDED = re.compile(r"token-shard-tp(?P<ranks>\d+)(-(?P<heads>\d+)heads)?")
-_ALL_HEADS = "128"
-"""Heads of the model in a resharding suite whose name has no other number."""
 _TOP_K = {"sgl_kernel.fast_topk_v2": "SGLang's", "vllm.top_k_per_row_prefill": "vLLM's"}
 """The engines' top-k kernels, which a suite measures only where the engines are installed."""
 
@@ -44,19 +40,25 @@ def page(path: Path, record: Row) -> str:
 
 def about_record(record: Row) -> str:
     """What a record's suite measures, and which engines' top-k kernels it was measured with; empty if unknown."""
-    about = describe(record["suite"])
+    about = _resharding(record["rows"]) or describe(record["suite"])
     providers = {row["provider"].rpartition(", ")[2] for row in record["rows"]}
     engines = [name for kernel, name in _TOP_K.items() if kernel in providers]
     return f"{about}; with {' and '.join(engines)} top-k" if about and engines else about
 
 
+def _resharding(rows: Sequence[Row]) -> str:
+    """What a suite measures whose cases are of a group of GPUs; empty for another."""
+    case = next((row["case"] for row in rows if "tp" in row["case"]), None)
+    if case is None:
+        return ""
+    return (
+        f"Resharding over {case['tp']} GPUs, {case['tp'] * case['heads']} heads in all: each GPU attends with all "
+        "heads for its share of the query tokens; baseline: with its own heads for all of them"
+    )
+
+
 def describe(suite: str) -> str:
-    """What a suite measures; empty for an unknown one."""
-    if resharded := _RESHARDED.fullmatch(suite):
-        return (
-            f"Resharding over {resharded['ranks']} GPUs, {resharded['heads'] or _ALL_HEADS} heads in all: each GPU "
-            "attends with all heads for its share of the query tokens; baseline: with its own heads for all of them"
-        )
+    """What a suite measures; empty for one that `nsa-plugin bench` does not list."""
     found = SUITES.get(suite_name(suite))
     if found is None:
         return ""

@@ -96,14 +96,19 @@ def test_a_page_says_how_its_suite_was_run(suite: str, ends: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("suite", "starts"),
+    ("suite", "tp", "starts"),
     [
-        ("token-shard-tp4", "Resharding over 4 GPUs, 128 heads in all: each GPU attends with all heads for its share"),
-        ("token-shard-tp2-32heads", "Resharding over 2 GPUs, 32 heads in all: "),
+        (
+            "token-shard-tp4",
+            4,
+            "Resharding over 4 GPUs, 128 heads in all: each GPU attends with all heads for its share",
+        ),
+        ("token-shard-tp2-32heads", 2, "Resharding over 2 GPUs, 32 heads in all: "),
     ],
 )
-def test_a_resharding_suite_says_what_it_measures(suite: str, starts: str, tmp_path: Path) -> None:
-    path = record.write(one_record(ROWS, suite=suite), tmp_path)
+def test_a_resharding_suite_says_what_it_measures(suite: str, tp: int, starts: str, tmp_path: Path) -> None:
+    case = row("ours", 1.0)["case"] | {"tp": tp, "heads": 32 if tp == 4 else 16}
+    path = record.write(one_record([row("ours", 800.0, case=case)], suite=suite), tmp_path)
     made = site.pages(tmp_path)
     assert f"# {suite}\n\n{starts}" in made[path.with_suffix(".md")]
     assert "[How to read these tables](../../kernels.md#how-kernels-are-measured)." in made[path.with_suffix(".md")]
