@@ -88,10 +88,16 @@ def test_the_picture_is_well_formed_and_says_its_figures() -> None:
     assert "stock kernel kept" in texts
 
 
-def test_no_text_of_the_picture_runs_into_another() -> None:
-    """By the widths of a wide font: no text of a line ends behind the start of the next."""
+def test_no_text_of_the_picture_runs_into_another_or_a_bar() -> None:
+    """By the widths of a wide font: no text of a line ends behind the start of the next, or of a bar."""
     lines: dict[float, list[tuple[float, float]]] = {}
-    for node in ET.fromstring(headline.picture()).iter("{http://www.w3.org/2000/svg}text"):
+    root = ET.fromstring(headline.picture())
+    for node in root.iter("{http://www.w3.org/2000/svg}rect"):
+        x, y, width, height = (float(node.attrib.get(name, 0)) for name in ("x", "y", "width", "height"))
+        if height == 15:
+            lines.setdefault(y + 12, []).append((x, x + width))
+    assert sum(map(len, lines.values())) > 20
+    for node in root.iter("{http://www.w3.org/2000/svg}text"):
         text, size = "".join(node.itertext()), float(node.attrib["font-size"])
         width = len(text) * size * (0.6 if "font-weight" in node.attrib else 0.5)
         start = float(node.attrib["x"])
