@@ -1,7 +1,6 @@
 """Recording of DeepSeek-V4's planned steps under SGLang, in the trace and the metrics.
 
-A captured step attends by the plan of its capture, so a replay only records it. Steps have plans if `decode_backend`
-names a library; `attention` executes them.
+A captured step attends by the plan of its capture, so a replay only records it. `attention` executes the plans.
 """
 
 from __future__ import annotations
