@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from nsa_plugin.decision import timings
-from nsa_plugin.decision.shapes import ModelShape
 from tests.interpreter import large_read_programs, patch_triton_once
 
 __all__ = ["large_read_programs"]  # a fixture
@@ -41,24 +40,6 @@ def _interruptible() -> None:
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules without measurements, whatever records this checkout has; a test that wants some sets its own."""
     monkeypatch.setattr(timings, "TIMINGS", {})
-
-
-@pytest.fixture
-def v4_decode_timed(monkeypatch: pytest.MonkeyPatch) -> ModelShape:
-    """Times of decode steps of the returned DeepSeek-V4: the plugin's kernel is quicker with 8 heads, and with 64 for
-    few requests; 128 heads have none."""
-    few, many = ((1, 10.0), (512, 90.0)), ((1, 10.0), (512, 300.0))
-    flash_mla = ((1, 20.0), (512, 200.0))
-    times: timings.Timings = {
-        (90, "sparse_mla_decode", "v4_fp8"): {
-            "cuda sparse_decode": {8: few, 64: many},
-            "flash_mla sparse_decode": {8: flash_mla, 64: flash_mla},
-        }
-    }
-    monkeypatch.setattr(timings, "TIMINGS", times)
-    return ModelShape(
-        family="v4", num_heads=8, kv_layout="v4_fp8", index_topk=512, index_n_heads=64, sliding_window=128
-    )
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ CHANGES = _SECTION.patches(
         {decode})
     decode [>=0.22,<0.23]: {flashmla}:DeepseekV4FlashMLASparseImpl._forward_decode(layer, {decode})
     decode [>=0.23]: {flashmla}:DeepseekV4FlashMLAAttention._forward_decode(self, {decode})
-        vLLM pads fewer than 64 heads. The plugin's kernel runs where it is measured to be faster.
+        vLLM pads fewer than 64 heads. The plugin's kernel runs only if decode_backend is set to a library.
         replacement: v4.attention:decode
         until: vLLM has kernels for fewer than 64 heads
     swa-builder [>=0.20,<0.28]: {swa}:DeepseekSparseSWABackend.get_builder_cls

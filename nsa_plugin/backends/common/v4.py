@@ -13,14 +13,9 @@ import torch
 
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.warm import row_counts
-from nsa_plugin.decision import timings
-from nsa_plugin.decision.case import count
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache
 from nsa_plugin.layouts import V4_FP8
-from nsa_plugin.libraries.capabilities import Op
-from nsa_plugin.libraries.devices import DeviceProfile
-from nsa_plugin.settings import Settings
 
 LAYOUT = V4_FP8.name
 
@@ -28,19 +23,6 @@ RATIOS = (0, 4, 128)
 """Compress ratios of layers; 0: the sliding window alone."""
 
 D_V = 512
-
-
-def steps_left(model: ModelShape, device: DeviceProfile, settings: Settings) -> str:
-    """Why decode, verify and draft steps run on the stock path; "" = they have plans.
-
-    Without measured times nothing shows that another kernel is faster than the stock engine's.
-    """
-    filed = timings.filed(model.kv_layout, (model.index_topk, model.sliding_window))
-    heads = model.attended_heads
-    if settings.decode_backend != "auto" or timings.measured(device.sm, Op.SPARSE_MLA_DECODE, filed, heads):
-        return ""
-    selected = f"{count(heads, 'head')} and {model.index_topk} selected tokens on {device.where}"
-    return f"decode, verify and draft steps of V4 run on the stock path: no kernel was timed for {selected}"
 
 
 @dataclass(frozen=True)

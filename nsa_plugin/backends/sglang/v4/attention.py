@@ -7,8 +7,8 @@ Before that, and for a batch without a route, every method is the stock one.
 - Prefills whose graph breaks at attention (0.5.13 on): the plan is made when SGLang prepares the replay. Attention runs
   between the graph's parts, by the plan. The indexer is inside the graph, so SGLang's selects.
 - The function that attends stores the layer's keys if SGLang asks for it, then runs the execution path (`kernels`).
-- Decode, verify and draft steps attend by their plans, which `steps` records. Those that `common.v4.steps_left` leaves
-  have none.
+- Decode, verify and draft steps fall back to the stock path, unless `decode_backend` names a library; then `steps`
+  records them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nsa_plugin.backends.common.names import engine_names
 from nsa_plugin.backends.common.paths import DECODE_KERNEL
 from nsa_plugin.backends.common.planner import Execution
 from nsa_plugin.backends.common.providers import Providers
-from nsa_plugin.backends.common.v4 import LAYOUT, RATIOS, steps_left
+from nsa_plugin.backends.common.v4 import LAYOUT, RATIOS
 from nsa_plugin.backends.sglang.v4 import indexer as v4_indexer
 from nsa_plugin.backends.sglang.v4 import routes as v4_routes
 from nsa_plugin.backends.sglang.v4 import steps as v4_steps
@@ -74,14 +74,14 @@ def adopt(backend: Any, planner: SglangV4Planner, server_args: Any, *, own_heads
         return [
             f"the V4 cache has {stored} bytes a token, not {V4_FP8.row_bytes}: every batch falls back to the stock path"
         ]
-    left = steps_left(planner.model, planner.device, planner.settings)
+    steps = planner.settings.decode_backend != "auto"
     backend.nsa_plugin = V4State(
         planner=planner,
         providers=Providers(LAYOUT, planner.device.sm, attended=AttendedTokens.of(planner.settings)),
         own_heads_first=own_heads_first,
-        plans_steps=not left,
+        plans_steps=steps,
     )
-    notes = [left] if left else []
+    notes = [] if steps else ["decode_backend is auto: decode, verify and draft steps of V4 run on the stock path"]
     if getattr(server_args, "enable_deepseek_v4_fp4_indexer", False):  # `indexer` leaves each selection
         notes.append("--enable-deepseek-v4-fp4-indexer is on: V4's selection runs on the stock path")
     return notes

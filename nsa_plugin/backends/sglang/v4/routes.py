@@ -14,7 +14,7 @@ In small prefills SGLang's code selects, and attends too if it would make bf16 r
 
 Left to the stock path: context parallelism, hisparse, the fp4 indexer, DSpark, --dsv4-prefill-backend other than auto,
 the trtllm and unified caches, V4.1's caches and ratios, bounded replay, deterministic inference; decode, verify and
-draft steps of a shape that was not timed, unless `decode_backend` names a library (`common.v4.steps_left`).
+draft steps unless `decode_backend` names a library.
 """
 
 from __future__ import annotations

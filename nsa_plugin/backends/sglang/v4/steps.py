@@ -1,6 +1,7 @@
 """Recording of DeepSeek-V4's planned steps under SGLang, in the trace and the metrics.
 
-A captured step attends by the plan of its capture, so a replay only records it. `attention` executes the plans.
+A captured step attends by the plan of its capture, so a replay only records it. Steps have plans if `decode_backend`
+names a library; `attention` executes them.
 """
 
 from __future__ import annotations

@@ -2,21 +2,19 @@
 
 `backends.common.paths` says how a plan is executed. vLLM runs the path over bf16 rows, in chunks of requests, in a
 workspace that its profiling run reserved, and calls FlashMLA's decode kernel. The plugin's kernel reads the caches in
-place. A decode or verify step whose plan is FlashMLA's decode kernel runs on the stock path, and so does every step
-without a plan (`common.v4.steps_left`). On the portable path, which has no FlashMLA, the plugin's kernels run every
-batch.
+place. Decode and verify steps fall back to the stock path, FlashMLA's decode kernel, unless `decode_backend` is
+another library. On the portable path, which has no FlashMLA, the plugin's kernels run every batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from nsa_plugin.backends.common.paths import DECODE_KERNEL, DIRECT, VLLM, path_of, routes_of
 from nsa_plugin.backends.common.planner import KERNEL_OPS
-from nsa_plugin.backends.common.v4 import LAYOUT, steps_left
+from nsa_plugin.backends.common.v4 import LAYOUT
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.decision.constraints import Constraints
 from nsa_plugin.decision.plan import Plan
@@ -27,14 +25,9 @@ class VllmV4Planner(VllmPlanner):
     """The decisions of one vLLM worker process for DeepSeek-V4; see `VllmPlanner`."""
 
     def constraints(self, *, prefill: bool, rows: int = 0, **more: Any) -> Constraints:
-        if not prefill and self.steps_left:
+        if not prefill and not self.portable and self.settings.decode_backend == "auto":
             more["paths"] = routes_of(VLLM, LAYOUT, prefill=False, only=frozenset({DECODE_KERNEL}))
         return super().constraints(prefill=prefill, rows=rows, **more)
-
-    @cached_property
-    def steps_left(self) -> str:
-        """Why decode and verify steps run on the stock path; "" = they have plans. See `common.v4.steps_left`."""
-        return "" if self.portable else steps_left(self.model, self.device, self.settings)
 
     def validate(self, *, prefill_rows: int, step_requests: int) -> None:
         """Plan the smallest and largest batches, so that errors come before serving.

@@ -62,15 +62,12 @@ def test_a_backend_that_was_not_adopted_is_the_engines():
     assert released.calls[-1] == "decode kernel"
 
 
-def test_steps_that_were_not_timed_are_the_engines_unless_a_setting_names_a_library():
+def test_steps_are_the_engines_unless_a_setting_names_a_library():
     of = batch((1, 300), (1, 7), mode=ForwardMode.DECODE)
     backend = prepared(of, **SETTINGS[DIRECT])
     expected = attend(backend, 1)
     assert backend.calls[-1] == "decode kernel"
-    assert backend.notes == [
-        "decode, verify and draft steps of V4 run on the stock path: no kernel was timed for 4 heads and 128 selected "
-        "tokens on SM90"
-    ]
+    assert any("decode_backend is auto" in note for note in backend.notes)
 
     named = prepared(of, decode_backend="reference")
     got = attend(named, 1)

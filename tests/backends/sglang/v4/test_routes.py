@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from nsa_plugin.backends.common.paths import BF16_ROWS, DECODE_KERNEL, DIRECT, PATHS, SGLANG, routes_of
 from nsa_plugin.backends.common.planner import Execution, execution_of
-from nsa_plugin.backends.common.v4 import steps_left
 from nsa_plugin.backends.sglang.startup.model import attention_ranks
 from nsa_plugin.backends.sglang.startup.samples import v4_prefills
 from nsa_plugin.backends.sglang.v4.batch import (
@@ -33,7 +32,7 @@ from nsa_plugin.backends.sglang.v4.routes import (
     makes_rows,
     v4_shape,
 )
-from nsa_plugin.backends.sglang.v32.batch import Batch, prefill_batch, step_batch
+from nsa_plugin.backends.sglang.v32.batch import Batch, prefill_batch
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.shapes import ModelShape, Phase
 from nsa_plugin.decision.v4_memory import INDICES_BYTES, ROWS_BYTES, held_bytes
@@ -252,20 +251,6 @@ def test_steps_are_decided_once():
     made = planner(decode_backend="triton")
     shape = replace(prefill(8).shape, phase=Phase.DECODE, cuda_graph=True)
     assert made.step_execution(Batch(shape)) is made.step_execution(Batch(shape))
-
-
-@pytest.mark.parametrize(
-    ("heads", "requests", "expected"), [(8, 512, DIRECT), (64, 1, DIRECT), (64, 512, DECODE_KERNEL)]
-)
-def test_steps_that_were_timed_take_the_quicker_kernel(
-    heads: int, requests: int, expected: str, v4_decode_timed: ModelShape
-):
-    made = SglangV4Planner(replace(v4_decode_timed, num_heads=heads), synthetic(90), Settings())
-    assert not steps_left(made.model, made.device, made.settings)
-    assert made.step_execution(step_batch(Phase.DECODE, requests, requests, 4096)).path == expected
-    assert steps_left(replace(made.model, num_heads=128), made.device, made.settings)
-    assert steps_left(replace(made.model, index_topk=1024), made.device, made.settings)
-    assert steps_left(made.model, synthetic(100), made.settings)
 
 
 def test_samples_for_the_report_are_decided():
