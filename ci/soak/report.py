@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 
 from ci.rows import ROOT
-from ci.soak.judge import MIB, PRESSURE, quantile
-from ci.soak.measured import End, Kind, Soak
+from ci.soak.judge import MIB, OBJECTS, PRESSURE, plugin_objects, quantile
+from ci.soak.measured import End, Kind, Sample, Soak
 from ci.soak.run import Finished, Options
 from nsa_plugin.tools import records
 from nsa_plugin.tools.compare.verdict import Check
@@ -109,13 +109,21 @@ def runs_table(folder: Path = RECORDS) -> str:
 
 
 def _verdict(record: dict[str, Any]) -> str:
-    """How a run was judged, and whether the current check of cache pressure judges it otherwise.
+    """How a run was judged, and which checks that have changed since judge it otherwise.
 
-    It once passed a server whose counter of preemptions had no sample, which SGLang's has only after the first.
+    That of cache pressure passed a server whose counter of preemptions had no sample, which SGLang's has only after the
+    first. That of the plugin's objects compared medians, whatever the garbage collector had not yet freed.
     """
-    held = any(check["name"] == PRESSURE and check["holds"] for check in record["checks"])
+    memory = [Sample(**one) for one in record["memory"]]
+    objects = plugin_objects(Soak(minutes=record["minutes"], margin=0.0, split_share=0.0, memory=memory))
+    now = {PRESSURE: bool(record["preemptions"]), OBJECTS: objects.holds}
+    changed = [
+        f"{name} {'passes' if now[name] else 'fails'}"
+        for name, held in ((check["name"], check["holds"]) for check in record["checks"])
+        if held != now.get(name, held)
+    ]
     verdict = "passed" if record["ok"] else "failed"
-    return f"{verdict}; by the current check {PRESSURE} fails" if held and not record["preemptions"] else verdict
+    return f"{verdict}; by the current check {', '.join(changed)}" if changed else verdict
 
 
 def _range(sizes: Sequence[int]) -> str:

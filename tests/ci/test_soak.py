@@ -156,6 +156,19 @@ def test_memory_that_grows_after_warm_up_fails(name: str, growth: dict[str, int]
     assert failed(grown(good(), 0, 150)) == []  # warm-up
 
 
+def counted(objects: Callable[[float], float]) -> Soak:
+    """A good soak with that many of the plugin's objects, by seconds."""
+    soak = good()
+    soak.memory = [replace(one, objects=int(objects(one.at))) for one in soak.memory]
+    return soak
+
+
+def test_objects_that_wait_for_the_garbage_collector_are_not_kept() -> None:
+    """As an SGLang server's: 40 more each second, until a full collection every 190 seconds."""
+    assert failed(counted(lambda at: 500 + 40 * ((at + 10) % 190))) == []
+    assert failed(counted(lambda at: 500 + 2 * at + 40 * ((at + 10) % 190))) == ["plugin objects"]
+
+
 def test_memory_without_samples_fails() -> None:
     soak = good()
     soak.memory = soak.memory[:60]
@@ -379,21 +392,23 @@ def test_record_and_table(problem: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preemptions", "row"),
+    ("preemptions", "then", "row"),
     [
-        (5, "passed | 10 answered | 5"),
-        (None, "passed; by the current check cache pressure fails | 10 answered | none counted"),
+        (5, [], "passed | 10 answered | 5"),
+        (None, [], "passed; by the current check cache pressure fails | 10 answered | none counted"),
+        (5, ["plugin objects"], "failed; by the current check plugin objects passes | 10 answered | 5"),
+        (5, ["traffic"], "failed | 10 answered | 5"),
     ],
 )
-def test_table_judges_a_record_without_preemptions_by_the_current_check(
-    preemptions: int | None, row: str, tmp_path: Path
+def test_table_judges_a_record_by_the_current_checks(
+    preemptions: int | None, then: list[str], row: str, tmp_path: Path
 ) -> None:
-    """Such a record passed the check of its day."""
     soak = good()
     soak.sent = soak.sent[:10]
     options = Options(SETUPS["sglang"], 10, 1, tmp_path)
-    record = as_record(Finished(soak, "0.5.23", ["/python"], 9.0, ""), options, judge(good()), ["python"])
-    (tmp_path / "one.json").write_text(json.dumps(record | {"ok": True, "preemptions": preemptions}))
+    checks = [replace(check, holds=check.name not in then) for check in judge(good())]
+    record = as_record(Finished(soak, "0.5.23", ["/python"], 9.0, ""), options, checks, ["python"])
+    (tmp_path / "one.json").write_text(json.dumps(record | {"preemptions": preemptions}))
     assert f"| sglang 0.5.23, 10 minutes | {row} |" in runs_table(tmp_path)
 
 
