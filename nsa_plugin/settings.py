@@ -288,10 +288,15 @@ def parse_source(values: Mapping[str, object], source: str) -> dict[str, Any]:
     return parsed
 
 
+_OF_KUBERNETES = re.compile(ENV_PREFIX + r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_[A-Z]+(_(PROTO|PORT|ADDR))?)?)")
+"""Variables that Kubernetes sets in every container next to a Service that is named nsa-plugin."""
+
+
 def _environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The settings in the environment; an empty variable counts as unset, as Docker Compose passes one."""
     found: dict[str, Any] = {}
     for key, value in environ.items():
-        if not key.startswith(ENV_PREFIX):
+        if not key.startswith(ENV_PREFIX) or not value.strip() or _OF_KUBERNETES.fullmatch(key):
             continue
         name = key.removeprefix(ENV_PREFIX).lower()
         source = f"the environment ({key})"

@@ -161,6 +161,20 @@ def test_other_variables_are_left_alone() -> None:
     assert resolve(environ={"NSA": "1", "MY_NSA_PLUGIN_STRICT": "?", "VLLM_X": "y"}).settings == DEFAULTS
 
 
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_variable_is_unset(value: str) -> None:
+    """As `${STRICT:-}` of Docker Compose."""
+    resolved = resolve(environ={"NSA_PLUGIN_STRICT": value, "NSA_PLUGIN_ENABLED": value})
+    assert (resolved.settings, resolved.notes) == (DEFAULTS, ())
+
+
+def test_variables_of_a_kubernetes_service_are_no_settings() -> None:
+    service = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP", "PORT_80_TCP_ADDR")
+    assert resolve(environ={f"NSA_PLUGIN_{name}": "tcp://10.0.0.1:80" for name in service}).settings == DEFAULTS
+    with pytest.raises(SettingsError, match="unknown nsa-plugin setting 'port_able'"):
+        resolve(environ={"NSA_PLUGIN_PORT_ABLE": "on"})
+
+
 @pytest.mark.parametrize("config", ["enabled", [("enabled", True)], 3])
 def test_source_that_is_no_mapping_is_refused(config: object) -> None:
     with pytest.raises(SettingsError, match="must be a mapping"):
@@ -304,5 +318,7 @@ def test_any_value_is_accepted_as_it_is_or_refused_by_name(name: str, value: Any
         assert "digits" not in refused
         return
     assert getattr(resolve(config={name: found}, environ={}).settings, name) == found
-    if isinstance(found, int) and not isinstance(found, bool) and not isinstance(value, bool):
+    if source == "environ" and not value.strip():
+        assert found == getattr(DEFAULTS, name), "unset"
+    elif isinstance(found, int) and not isinstance(found, bool) and not isinstance(value, bool):
         assert found == int(value)

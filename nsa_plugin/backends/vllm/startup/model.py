@@ -20,6 +20,9 @@ GPU_LAYOUTS = {"auto": "bf16", "bfloat16": "bf16", "fp8_ds_mla": "v32_fp8", "fp8
 V4_LAYOUTS = dict.fromkeys(("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"), "v4_fp8")
 """For DeepSeek-V4 on a GPU: vLLM's FlashMLA layers support no other cache."""
 
+INDEXER_DTYPES = ("auto", "fp8", "fp8_e4m3")
+"""Values of vLLM's `indexer_kv_dtype` that keep the indexer's cache of fp8 records."""
+
 BACKEND_MAJORS = (9, 10)
 """GPUs on which vLLM supports FlashMLA, by major SM version (its `supports_compute_capability`)."""
 PORTABLE_FROM = 80
@@ -181,6 +184,11 @@ def check_on_gpu(vllm_config: Any) -> None:
     for name, what in (("use_fp4_indexer_cache", "an fp4 indexer cache"), ("hisparse_config", "hisparse")):
         if getattr(attention, name, None):
             raise LeftToStockError(f"nsa-plugin does not support {what} (attention_config.{name})")
+    # Since vLLM 0.28; "auto" is the model's own.
+    if (dtype := getattr(attention, "indexer_kv_dtype", "auto")) not in INDEXER_DTYPES:
+        raise LeftToStockError(
+            f"nsa-plugin does not support an indexer cache of {dtype} (attention_config.indexer_kv_dtype)"
+        )
     if family_of(vllm_config) == "v4":
         _check_v4(vllm_config)
     else:

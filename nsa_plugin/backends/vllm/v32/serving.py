@@ -241,7 +241,11 @@ class GpuServing(VllmServing):
             if hasattr(AttentionBackendEnum, BF16_BACKEND) and (reason := kept_choice(planner)):
                 self.left_choice = reason
                 return
-            attention.backend = AttentionBackendEnum[BACKEND]
+            found, dtype = AttentionBackendEnum[BACKEND], str(self.vllm_config.cache_config.cache_dtype)
+            if not found.get_class().supports_kv_cache_dtype(dtype):  # vLLM would refuse the choice and not start
+                self.left_choice = f" ({BACKEND} does not read --kv-cache-dtype {dtype}; it reads fp8)"
+                return
+            attention.backend = found
             self.chose = True
 
     def warm(self, device: torch.device) -> None:

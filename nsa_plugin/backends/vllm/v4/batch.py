@@ -8,6 +8,7 @@ from vLLM's tensors of the batch and from host data; nothing waits for the devic
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,7 +39,8 @@ class V4Batch:
 
     Attributes:
         planner, providers: of this process.
-        metadata: vLLM's `DeepseekSparseSWAMetadata` of the batch, decodes first.
+        metadata: vLLM's `DeepseekSparseSWAMetadata` of the batch, decodes first; a weak reference, because it holds
+            the batch, whose tensors would otherwise wait for the garbage collector.
         steps: the plan of its decode or verify steps; None without any.
         prefill: the plan of its prefills; None without any.
         prefill_rows: the prefills' query tokens in the batch; padding follows them.
@@ -197,4 +199,4 @@ def v4_batch(planner: VllmPlanner, providers: Providers, metadata: Any, common: 
         lengths = host_lengths(common)
         longest = max(lengths[request] for request in split.sparse_requests)
     behind = max(rows, split.starts[-1])
-    return V4Batch(planner, providers, metadata, split.steps, split.sparse, slice(rows, behind), longest)
+    return V4Batch(planner, providers, weakref.proxy(metadata), split.steps, split.sparse, slice(rows, behind), longest)

@@ -32,7 +32,7 @@ from nsa_plugin.patches.vllm import PATCHES
 from nsa_plugin.patches.vllm_gpu import CHANGES, GPU, REQUIREMENTS
 from nsa_plugin.settings import ResolvedSettings, Settings
 from nsa_plugin.telemetry import Trace
-from tests.backends.fake_vllm.config import config, layer
+from tests.backends.fake_vllm.config import Choice, config, layer
 from tests.backends.fake_vllm.v32 import TRITON, WITH_FLASH_MLA, planner
 
 
@@ -139,6 +139,9 @@ def test_what_decode_context_parallelism_leaves_to_vllm(cache: str, parallel: An
 def test_an_fp4_indexer_and_hisparse_are_left_to_vllm():
     with pytest.raises(LeftToStockError, match="an fp4 indexer cache"):
         serving(config(attention_config=SimpleNamespace(use_fp4_indexer_cache=True))).planning()
+    for dtype in ("mxfp4", "bf16"):
+        with pytest.raises(LeftToStockError, match=rf"an indexer cache of {dtype} \(attention_config\.indexer_kv_dtype"):
+            serving(config(attention_config=SimpleNamespace(indexer_kv_dtype=dtype))).planning()
     with pytest.raises(LeftToStockError, match="hisparse"):
         serving(config(attention_config=SimpleNamespace(hisparse_config=object()))).planning()
 
@@ -286,7 +289,7 @@ def test_layers_on_another_backend_are_left_to_vllm_and_reported():
 def backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """vLLM's enumeration of its backends."""
     module = ModuleType("vllm.v1.attention.backends.registry")
-    module.AttentionBackendEnum = {BACKEND: object()}  # type: ignore[attr-defined]
+    module.AttentionBackendEnum = {BACKEND: Choice(BACKEND)}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(GpuServing, "warm", lambda *_: None)
     return module.AttentionBackendEnum  # type: ignore[attr-defined]
@@ -297,6 +300,18 @@ def test_the_plugin_chooses_the_backend_if_the_user_did_not(backends: dict[str, 
     here.prepare(torch.device("cpu"))
     assert here.vllm_config.attention_config.backend is backends[BACKEND]
     assert here.facts()["attention"].endswith("FLASHMLA_SPARSE, the plugin's choice")
+
+
+def test_a_cache_that_the_backend_does_not_read_keeps_vllms_choice(backends: dict[str, object]):
+    """vLLM would end the start; without a choice it serves with FlashInfer's kernels."""
+    here = serving(config("fp8_e4m3"))
+    here.prepare(torch.device("cpu"))
+    assert (here.vllm_config.attention_config.backend, here.chose) == (None, False)
+    name = "FLASHINFER_MLA_SPARSE_SM90"
+    here.vllm_config.compilation_config.static_forward_context["attn"] = layer(False, name)
+    words = rf"vLLM chose {name}, on SM90 \(FLASHMLA_SPARSE does not read --kv-cache-dtype fp8_e4m3; it reads fp8\)"
+    with pytest.raises(LeftToStockError, match=words):
+        here.check_layers()
 
 
 class Newer(dict[str, object]):

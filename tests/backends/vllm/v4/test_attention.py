@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -235,6 +237,24 @@ def test_pages_of_another_size_than_the_block_tables_are_refused():
     world.named[128].block_size = 512
     with pytest.raises(PatchError, match="compress ratio 128 has 2 entries a page; its blocks of 512 tokens"):
         world.run(128)
+
+
+def test_the_slots_of_a_batch_are_freed_with_it():
+    """Not only once the garbage collector runs: for long contexts they are hundreds of MiB on the GPU."""
+
+    def slots_of_a_batch() -> weakref.ref[torch.Tensor]:
+        world = World(planner(prefill_backend="triton"), [(3, 400), (2, 300)], triton=True)
+        metadata = world.metadata()
+        world.run(128, metadata)
+        (slots,) = getattr(metadata, ATTRIBUTE)._slots.values()
+        return weakref.ref(slots)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert slots_of_a_batch()() is None
+    finally:
+        gc.enable()
 
 
 def test_a_builder_that_counts_other_requests_as_steps():
