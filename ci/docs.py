@@ -33,7 +33,8 @@ from nsa_plugin.settings import BACKEND_OPS, ENV_PREFIX, Settings
 from nsa_plugin.tools.compare.record import read as read_comparisons
 from nsa_plugin.tools.pages import site
 from nsa_plugin.tools.pages.comparisons import compared
-from nsa_plugin.tools.pages.markdown import FAILED, fill, markdown_table
+from nsa_plugin.tools.pages.comparisons import failure
+from nsa_plugin.tools.pages.markdown import fill, markdown_table
 from nsa_plugin.tools.pages.summary import model_family, on_gpu
 
 SUMMARY = ROOT / "docs" / "benchmarks.md"
@@ -76,13 +77,15 @@ def gpu_records(folder: Path = RECORDS, *, passed: bool = True) -> dict[tuple[st
     An H200 is not named.
 
     Args:
-        passed: those that passed their tolerance, or else those that failed it.
+        passed: those that passed every check, or else those that failed one, whose family follows what failed.
     """
     found: dict[tuple[str, str], dict[str, list[Path]]] = {}
     for path, record in read_comparisons(folder):
         if compared(record) and record["verdict"]["holds"] is passed:
             engine, version = record["engine"].split()
             served = model_family(record) + on_gpu(record)
+            if not passed:
+                served = f"{failure(record)}: {served}"
             found.setdefault((engine, version), {}).setdefault(served, []).append(path)
     return found
 
@@ -96,7 +99,7 @@ def _on_gpu(
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         cells.append(f"{family}: {_link(min(paths, key=lambda path: len(path.stem)))}{more}")
     for family, paths in sorted((failed or {}).items()):
-        cells.append(f"{FAILED}: {family}, {', '.join(map(_link, sorted(paths)))}")
+        cells.append(f"{family}, {', '.join(map(_link, sorted(paths)))}")
     return "<br>".join([*(cells or ["not run"]), *(f"no: {reason}" for reason in cannot)])
 
 

@@ -30,7 +30,7 @@ EXIT_CODES = """exit codes:
 COMMANDS = {
     "doctor": ("nsa_plugin.commands.doctor", "what is installed here, what works and what does not, and why"),
     "explain": ("nsa_plugin.commands.explain", "one routing decision from flags: the route and the reasons"),
-    "patches": ("nsa_plugin.commands.patches", "every change to an engine: target, reason, when it can go"),
+    "patches": ("nsa_plugin.commands.patches", "every change to an engine: target, reason, when it can be removed"),
     "demo": ("nsa_plugin.commands.demo", "serve a small model with a real engine and compare every token"),
     "bench": ("nsa_plugin.commands.bench", "time the kernels on this machine's GPU against their floor, and report it"),
     "compare": ("nsa_plugin.commands.compare", "serve a model with the stock engine and with the plugin, and compare"),

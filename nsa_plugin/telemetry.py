@@ -153,7 +153,8 @@ def check_files(settings: Settings) -> None:
         folder = Path(path).parent
         if not folder.is_dir():
             raise _unwritable(name, path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
-        if not os.access(path if Path(path).exists() else folder, os.W_OK):
+        # The report is written under another name first; a trace goes on where it ends.
+        if not os.access(path if name == "trace" and Path(path).exists() else folder, os.W_OK):
             raise _unwritable(name, path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
 

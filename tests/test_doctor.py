@@ -249,6 +249,26 @@ def test_doctor_routes_are_what_decide_says() -> None:
                 decide(model, batch, device, Settings())
 
 
+def test_doctor_lists_no_path_as_working_that_no_installed_engine_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "probe", lambda: synthetic(0))
+    toy = engine_on_disk(tmp_path, monkeypatch)
+    absent = replace(toy, distributions=("absent",))
+    for known in ({"toy": toy}, {"absent": absent, "toy": toy}):
+        _, out, _ = run_doctor(monkeypatch, capsys, "doctor --json", **known)
+        found = json.loads(out)
+        assert {row["model"] for row in found["routes"] if row["works"]} == {"V3.2 bf16", "GLM-5 bf16"}
+        (state,) = [state for state in found["engines"] if state["version"]]
+        for row in found["routes"]:
+            reason = state["refused"].get(row["model"])
+            assert row["reason"] == (f"toyengine: {reason}" if reason else "")
+    out = " ".join(run_doctor(monkeypatch, capsys, "doctor -v", toy=toy)[1].split())
+    assert out.count("not served here, see below") == 9
+    out = json.loads(run_doctor(monkeypatch, capsys, "doctor --json", absent=absent)[1])
+    assert {(row["works"], row["reason"]) for row in out["routes"]} == {(False, "no engine is installed")}
+
+
 @pytest.mark.parametrize(
     ("engine", "sm", "words"),
     [

@@ -131,6 +131,17 @@ def test_files_that_cannot_be_written_are_found_before_a_start(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_report_needs_a_folder_to_write_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written beside its file first; a trace that exists is appended to."""
+    report, trace = tmp_path / "r.json", tmp_path / "t.jsonl"
+    for path in (report, trace):
+        path.write_text("")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    check_files(Settings(trace=str(trace)))
+    with pytest.raises(SettingsError, match=r"'report' is .*cannot be written: Permission denied"):
+        check_files(Settings(report=str(report)))
+
+
 def test_trace_off_counts_and_writes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trace = Trace()
     with caplog.at_level(logging.INFO, "nsa_plugin"):

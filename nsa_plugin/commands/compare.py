@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CompareError(f"cannot create {directory}: {error}") from error
+            raise CompareError(f"cannot create {directory}: {error.strerror}") from error
     say(f"{facts['suite']} on {facts['host']['gpu'] or 'no GPU'}, {args.budget:.0f} s for everything")
 
     def save() -> None:
@@ -127,8 +127,10 @@ def _read(option: str, path: Path) -> Measured:
     """
     try:
         return Measured.load(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CompareError(f"{option} is {path}, which cannot be read: {error}") from error
+    except OSError as error:
+        raise CompareError(f"{option} is {path}, which cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CompareError(f"{option} is {path}, which is not a file that compare saved: {error}") from error
 
 
 def _record(measured: Measured) -> dict[str, Any]:
@@ -242,7 +244,8 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
         try:
             config = json.loads((args.model / "config.json").read_text())
         except (OSError, ValueError) as error:
-            raise CompareError(f"--model is {args.model}, whose config.json cannot be read: {error}") from error
+            why = error.strerror if isinstance(error, OSError) else error
+            raise CompareError(f"--model is {args.model}, whose config.json cannot be read: {why}") from error
     for name in ("num_attention_heads", "vocab_size", "index_topk"):
         if not isinstance(config.get(name), int):
             raise CompareError(f"{args.model}/config.json has no {name}: compare needs a model with sparse attention")

@@ -207,6 +207,22 @@ def routes(device: DeviceProfile, settings: Settings) -> list[dict[str, Any]]:
     return rows
 
 
+def _as_served(rows: Iterable[Mapping[str, Any]], states: Iterable[EngineState]) -> list[dict[str, Any]]:
+    """The rows of `routes`; those of a model that no installed engine serves here do not work, for its reasons.
+
+    Their path stays: it is the kernels', which an engine may serve elsewhere or later.
+    """
+    installed = [state for state in states if state.version]
+    found = []
+    for row in rows:
+        name = row["model"]
+        if row["works"] and not any(name in state.models for state in installed):
+            why = "; ".join(f"{state.engine}: {state.refused.get(name, state.reason)}" for state in installed)
+            row = {**row, "works": False, "reason": why or "no engine is installed"}
+        found.append(dict(row))
+    return found
+
+
 def _used(device: DeviceProfile, settings: Settings) -> DeviceProfile:
     """The device that decisions are made for; the real one if a setting cannot work there, which `refusal` reports."""
     with suppress(SettingsError):
@@ -261,6 +277,7 @@ def run(args: argparse.Namespace) -> int:
     resolved, environment_error = _environment()
     rows = routes(device, resolved.settings)
     states = [engine_state(engine, device, resolved.settings, rows) for engine in ENGINES.values()]
+    rows = _as_served(rows, states)
     device = _used(device, resolved.settings)
     stop = _stop(resolved, environment_error)
     ok = stop is None and any(state.ready for state in states)
@@ -428,12 +445,16 @@ def _show_all(
         libraries.add_row(library.name, _installed(library) or "-", state)
     out.print(libraries)
 
-    paths = (
-        f"{row['route']} with {row['provider']}" if row["works"] else f"not supported: {row['reason']}" for row in rows
-    )
-    routed = [(row["model"], row["batch"], path) for row, path in zip(rows, paths, strict=True)]
-    title = "Attention paths here, where the engine supports the model"
-    out.print(table(title, "model", "batch", "path", rows=routed))
+    routed = [(row["model"], row["batch"], _path(row)) for row in rows]
+    out.print(table("Attention paths here", "model", "batch", "path", rows=routed))
+
+
+def _path(row: Mapping[str, Any]) -> str:
+    """The attention path of a row, or why there is none."""
+    if row["works"]:
+        return f"{row['route']} with {row['provider']}"
+    # With a route the reason is that of the engines, which is said below the table.
+    return "not served here, see below" if row["route"] else f"not supported: {row['reason']}"
 
 
 def _installed(one: EngineState | InstalledLibrary) -> str:

@@ -15,7 +15,7 @@ from nsa_plugin.decision.dispatch import decide, partition
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
-from nsa_plugin.libraries.architectures import evidence
+from nsa_plugin.libraries.architectures import EVIDENCE, SHARED_MEMORY_PER_BLOCK, evidence
 from nsa_plugin.libraries.devices import GIB, DeviceProfile, synthetic
 from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.libraries.probe import probe
@@ -43,12 +43,36 @@ _KV_DTYPES = {
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_ds_mla"), "fp8"),
     "auto": "auto",
 }
-# Dimensions of the released models, where they differ from ModelShape's defaults.
+# Other spellings of --model.
+_SPELLINGS = {"glm-5": "glm", "glm5": "glm"}
+# Models as they are printed.
+_NAMES = {"v3.2": "V3.2", "glm": "GLM-5, attending as V3.2", "v4": "V4"}
+_MOST_HEADS = 128  # of a rank, that a kernel supports
+# Dimensions of the released models, where they differ from ModelShape's defaults; those of V4 are V4-Flash's.
 FAMILY_DIMS: dict[str, dict[str, int]] = {
     "v3.2": {},
     "glm": {"num_heads": 64, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32},
-    "v4": {"qk_nope_head_dim": 448, "v_head_dim": 512, "index_topk": 512, "sliding_window": 128},
+    "v4": {"num_heads": 64, "qk_nope_head_dim": 448, "v_head_dim": 512, "index_topk": 512, "sliding_window": 128},
 }
+
+
+def _family(text: str) -> str:
+    return _SPELLINGS.get(text.lower(), text.lower())
+
+
+def _heads(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_HEADS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of heads a rank; allowed: 1 to {_MOST_HEADS}")
+    return int(text)
+
+
+def _sm(text: str) -> int:
+    """A known SM version, or one older than every kernel, for which the decision says so."""
+    sm = natural(text)
+    if sm >= min(SHARED_MEMORY_PER_BLOCK) and sm not in SHARED_MEMORY_PER_BLOCK:
+        known = ", ".join(map(str, SHARED_MEMORY_PER_BLOCK))
+        raise argparse.ArgumentTypeError(f"{sm} is not a known SM version; allowed: {known}; 0 for a CPU")
+    return sm
 
 
 def _gigabytes(text: str) -> int:
@@ -72,11 +96,16 @@ def _kv_dtype(text: str) -> str:
 
 
 def _lengths(text: str) -> list[tuple[int, int]]:
-    pairs = []
+    pairs: list[tuple[int, int]] = []
     for part in text.split(","):
         tokens, colon, context = part.strip().partition(":")
         if not (colon and tokens.isdecimal() and context.isdecimal()):
             raise argparse.ArgumentTypeError(f"{part!r} is not TOKENS:CONTEXT, two whole numbers")
+        if (least := int(tokens)) > int(context):
+            needed = f"{count(least, 'query token')} {'needs' if least == 1 else 'need'}"
+            raise argparse.ArgumentTypeError(
+                f"request {len(pairs)}: {needed} a context of at least {count(least, 'token')}, not {int(context)}"
+            )
         pairs.append((int(tokens), int(context)))
     return pairs
 
@@ -88,19 +117,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model on one rank")
     model.add_argument(
         "--model",
+        type=_family,
         choices=FAMILY_DIMS,
         default="v3.2",
-        help="DeepSeek-V3.2's shape, GLM-5's or DeepSeek-V4's (default: %(default)s)",
+        help="DeepSeek-V3.2's shape, GLM-5's (also: glm-5, glm5) or DeepSeek-V4-Flash's (default: %(default)s)",
     )
-    option(model, "--heads N", positive, "query heads of a rank (default: the model's over --tp)")
+    option(model, "--heads N", _heads, f"query heads of a rank, 1 to {_MOST_HEADS} (default: the model's over --tp)")
     option(model, "--tp N", positive, "attention TP size (default: %(default)s)", 1)
     shared = "ranks that share each request's KV cache, with decode context parallelism (default: %(default)s)"
     option(model, "--dcp N", positive, shared, 1)
     dtypes = (
         "KV cache dtype in any engine's spelling: bf16, bfloat16; fp8, fp8_e4m3 or fp8_ds_mla for the family's fp8 "
-        "layout; auto for bf16 with v3.2 and fp8 with v4 (default: %(default)s)"
+        "layout; auto for bf16 with v3.2 and glm, and fp8 with v4, which has no other (default: %(default)s)"
     )
-    option(model, "--kv-dtype DTYPE", _kv_dtype, dtypes, "bf16")
+    option(model, "--kv-dtype DTYPE", _kv_dtype, dtypes, "auto")
     option(model, "--index-topk N", positive, "KV tokens that the indexer selects (default: the model's)")
 
     batch = parser.add_argument_group("batch")
@@ -123,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(batch, "--workspace-tokens N", natural, workspace, 0)
 
     device = parser.add_argument_group("device (default: this machine)")
-    option(device, "--sm N", natural, "SM version of another device: 90, 100; 0 is a CPU")
+    option(device, "--sm N", _sm, f"SM version of another device: {', '.join(map(str, EVIDENCE))}; 0 for a CPU")
     libraries = f"kernel libraries of that device: {', '.join(MANIFEST)} (default: all)"
     option(device, "--libraries A,B", _libraries, libraries)
     option(device, "--memory-gb GIB", _gigabytes, "free memory of that device in GiB (default: 70.5)")
@@ -148,6 +178,9 @@ def _model(args: argparse.Namespace) -> ModelShape:
     if args.heads:
         dims["num_heads"] = args.heads * args.tp
     v4 = args.model == "v4"
+    if v4 and args.kv_dtype == "bf16":
+        allowed = ", ".join(name for name, dtype in _KV_DTYPES.items() if dtype != "bf16")
+        raise SettingsError(f"--kv-dtype is bf16, and DeepSeek-V4 has an fp8 cache only; allowed: {allowed}")
     fp8 = args.kv_dtype == "fp8" or (args.kv_dtype == "auto" and v4)
     layout = ("v4_fp8" if v4 else "v32_fp8") if fp8 else "bf16"
     return ModelShape(family="v4" if v4 else "v3.2", attn_tp_size=args.tp, dcp_size=args.dcp, kv_layout=layout, **dims)
@@ -275,7 +308,7 @@ def run(args: argparse.Namespace) -> int:
     heads = f"{count(model.heads_per_rank, 'head')} a rank, {count(model.attn_tp_size, 'rank')}"
     if model.dcp_size > 1:
         heads += f", of which {model.dcp_size} share the KV cache and attend {model.attended_heads} heads"
-    out.print(f"model:  {model.family}, {heads}, {model.kv_layout} cache, index_topk {model.index_topk}")
+    out.print(f"model:  {_NAMES[args.model]}, {heads}, {model.kv_layout} cache, index_topk {model.index_topk}")
     out.print(f"device: {device.describe()}")
     if args.verbose and (known := evidence(device.sm)):
         out.print(f"tested: {known}")

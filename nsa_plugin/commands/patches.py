@@ -46,7 +46,7 @@ def _version(text: str) -> Version:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{EPILOG}\n\n{parser.epilog}"
     add_json(parser)
-    add_verbose(parser, "every target, the reason, the upstream reference and when the patch can go")
+    add_verbose(parser, "every target, the reason, the upstream reference and when the patch can be removed")
     parser.add_argument("--engine", choices=tuple(ENGINES), help="only this engine")
     option(parser, "--version V", _version, "the targets of this engine version; needs --engine")
     switch(parser, "--no-probe", "do not import the installed engine")

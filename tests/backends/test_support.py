@@ -37,7 +37,7 @@ from tests.backends.fake_sglang.scheduler import scheduler
 from tests.backends.fake_sglang.v4 import batch
 from tests.backends.fake_sglang.v32 import DsaBackend, started
 from tests.backends.fake_vllm import v4_config
-from tests.backends.fake_vllm.config import config, layer
+from tests.backends.fake_vllm.config import Choice, config, layer
 
 Start = Callable[[pytest.MonkeyPatch], object]
 """Starts a configuration: raises what the plugin raises, or returns the notes of the start-up report."""
@@ -52,6 +52,12 @@ def vllm(of: Callable[..., Any] = config, *, model: dict[str, Any] | None = None
         check_on_gpu(made)
 
     return start
+
+
+def breaking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    check_on_gpu(config())  # V3.2's module of vLLM 0.32, where the plugin's indexer is called between two graphs
+    vllm(model={"architectures": ["DeepseekV3ForCausalLM"]})(monkeypatch)
 
 
 def drafting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +121,7 @@ def layers_on(backend: str, sm: int, *, cache: str = "fp8_ds_mla", flag: bool = 
     """A layer with the backend that vLLM picked, or the user's flag."""
 
     def start(monkeypatch: pytest.MonkeyPatch) -> None:
-        known = type("Known", (), {name: name for name in (BACKEND, backend)})
+        known = type("Known", (dict,), {name: name for name in (BACKEND, backend)})({BACKEND: Choice(BACKEND)})
         registry = ModuleType("vllm.v1.attention.backends.registry")
         registry.AttentionBackendEnum = known  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, registry.__name__, registry)
@@ -322,6 +328,9 @@ STARTS: dict[tuple[str, str], Start] = {
     (VLLM, "two batches at once"): vllm(parallel_config={"enable_dbo": True}),
     (VLLM, "microbatches"): vllm(parallel_config={"enable_dbo": False, "ubatch_size": 2}),
     (VLLM, "an fp4 indexer cache"): vllm(attention_config={"use_fp4_indexer_cache": True}),
+    (VLLM, "an fp4 indexer cache, since vLLM 0.28"): vllm(attention_config={"indexer_kv_dtype": "mxfp4"}),
+    (VLLM, "another fp8 cache on SM90"): layers_on("FLASHINFER_MLA_SPARSE_SM90", 90, cache="fp8_e4m3"),
+    (VLLM, "graphs that break at the indexer"): breaking,
     (VLLM, "HiSparse"): vllm(attention_config={"hisparse_config": object()}),
     (VLLM, "parallel drafting"): drafting,
     (VLLM, "adaptive verification"): trimming,

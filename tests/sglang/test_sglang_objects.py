@@ -326,6 +326,9 @@ def test_sglangs_arguments_have_the_fields_that_trtllm_as_a_setting_sets() -> No
         every.append(ServerArgs(model_path="m"))
     asked = Settings(prefill_backend="trtllm", decode_backend="trtllm")
     for arguments in every:
-        assert flags.run_trtllm(arguments, asked, lambda: 100) == ["--dsa-prefill-backend", "--dsa-decode-backend"]
+        assert flags.run_trtllm(arguments, asked, lambda: 100) == {
+            "prefill_backend": ("--dsa-prefill-backend", "trtllm"),
+            "decode_backend": ("--dsa-decode-backend", "trtllm"),
+        }
         assert (arguments.dsa_prefill_backend, arguments.dsa_decode_backend) == ("trtllm", "trtllm")
-        assert flags.run_trtllm(arguments, asked, lambda: 100) == []
+        assert flags.run_trtllm(arguments, asked, lambda: 100) == {}

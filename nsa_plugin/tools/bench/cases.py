@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -313,7 +314,9 @@ def selected_suites(names: Iterable[str]) -> list[Suite]:
     wanted = list(names)
     unknown = [name for name in wanted if name not in SUITES]
     if unknown:
-        raise BenchError(f"suite is {unknown[0]!r}; allowed: {', '.join(SUITES)}")
+        near = difflib.get_close_matches(unknown[0], SUITES, 1, 0.75)
+        said = f". Did you mean {near[0]!r}?" if near else f"; allowed: {', '.join(SUITES)}"
+        raise BenchError(f"suite is {unknown[0]!r}{said}")
     return [SUITES[name] for name in wanted or SUITES]
 
 

@@ -12,6 +12,9 @@ from nsa_plugin.tools.records import Row
 
 _LINKS = "[All records](../records.md#engine-comparisons). [How to read this](../../compare.md#how-to-read-a-record)."
 
+_AGREES = "the plugin agrees"
+"""How the names of the checks begin that compare answers with the tolerance (`verdict.agreement_checks`)."""
+
 
 def page(path: Path, record: Row) -> str:
     """The Markdown page of the record at `path`."""
@@ -48,10 +51,18 @@ def _software(record: Row) -> str:
 
 def failure(record: Row) -> str:
     """Why a comparison does not hold; "" if it does."""
-    failed = [check["name"] for check in record["verdict"]["checks"] if not check["holds"]]
+    checks = record["verdict"]["checks"]
+    failed = [check["name"] for check in checks if not check["holds"]]
     if not failed:
         return ""
-    return STOPPED if failed == ["complete"] else FAILED
+    if failed == ["complete"]:
+        return STOPPED
+    if any(name.startswith(_AGREES) for name in failed):
+        return FAILED
+    # The answers agreed as far as they were compared: only the checks by name say what failed.
+    count = "one check" if len(failed) == 1 else f"{len(failed)} checks"
+    apart = ", not its tolerance" if any(check["name"].startswith(_AGREES) for check in checks) else ""
+    return f"failed {count}{apart} (kept for the record): {'; '.join(failed)}"
 
 
 def result(record: Row) -> str:

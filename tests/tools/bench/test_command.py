@@ -44,6 +44,7 @@ def test_list_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["nonsense"], "suite is 'nonsense'; allowed: sparse-mla-prefill"),
+        (["sparse-mla-prefil"], "suite is 'sparse-mla-prefil'. Did you mean 'sparse-mla-prefill'?"),
         (["report", "topk"], "report takes no suites"),
         (["topk", "--plots"], "--plots belongs to"),
         (["--provider", "cutlass"], "--provider is 'cutlass'; allowed:"),

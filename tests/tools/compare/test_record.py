@@ -17,7 +17,6 @@ from nsa_plugin.tools.compare.record import as_record, describe_host
 from nsa_plugin.tools.compare.report import print_record
 from nsa_plugin.tools.compare.verdict import judge
 from nsa_plugin.tools.pages.comparisons import overview, page
-from nsa_plugin.tools.pages.markdown import FAILED
 
 LOAD = SpeedLoad(name="x", case="prefill", requests=2, prompt=100, new_tokens=1, repeat=5)
 FACTS = {"heads": 16, "kv": "bf16", "tp": 1, "dp": 1, "suite": "s", "engine": "e", "model": {}, "flags": []}
@@ -193,7 +192,7 @@ def test_the_overview_has_a_line_for_each_comparison() -> None:
     lines = overview([("h200/a.md", made), ("h200/b.md", broken)]).splitlines()[2:]
     assert lines == [
         "| [a-1.2](h200/a.md) | passed its tolerance | 10 | 1 | 9 of 10 | 2.31 (100 tokens) |",
-        f"| [b](h200/b.md) | **{FAILED}** | - | - | - | - |",
+        "| [b](h200/b.md) | **failed one check (kept for the record): the plugin served** | - | - | - | - |",
     ]
 
 

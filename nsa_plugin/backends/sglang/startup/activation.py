@@ -105,8 +105,10 @@ class SglangProcess:
             return
         from nsa_plugin.backends.sglang.startup import model
 
-        for flag in flags.run_trtllm(server_args, resolved.settings, model.device_sm):
-            self._say_once(logging.INFO, f"nsa-plugin: a setting asks for trtllm, which SGLang runs: {flag} trtllm")
+        # Arguments pass here as parsed and as SGLang's object: the second time the flags are still not the user's.
+        self.paths |= (trtllm := flags.run_trtllm(server_args, resolved.settings, model.device_sm))
+        for flag, value in trtllm.values():
+            self._say_once(logging.INFO, f"nsa-plugin: a setting asks for trtllm, which SGLang runs: {flag} {value}")
         from nsa_plugin.telemetry import check_files
 
         try:
@@ -144,9 +146,8 @@ class SglangProcess:
         if not is_sm120(sm) or not model.has_sparse_attention(config := model.config_of(server_args)):
             return
         check_portable_version(self.ledger.version, sm)
-        # Arguments pass here as parsed and as SGLang's object: the second time the flags are still not the user's.
-        self.paths |= flags.run_portable(server_args, config)
-        for flag, value in self.paths.values():
+        self.paths |= (extended := flags.run_portable(server_args, config))
+        for flag, value in extended.values():
             self._say_once(logging.INFO, f"nsa-plugin: the portable path on {name_of(sm)} extends {flag} {value}")
 
     def enter_scheduler(self) -> None:

@@ -104,8 +104,8 @@ def engine_backends(server_args: Any) -> dict[str, tuple[str, str]]:
     return found
 
 
-def run_trtllm(server_args: Any, chosen: Settings, device_sm: Callable[[], int]) -> list[str]:
-    """Set SGLang's flag for each phase whose setting is trtllm; return the flags that were set.
+def run_trtllm(server_args: Any, chosen: Settings, device_sm: Callable[[], int]) -> dict[str, tuple[str, str]]:
+    """Set SGLang's flag for each phase whose setting is trtllm.
 
     Only SGLang's own code runs these kernels, and lays an fp8 cache out for them. A flag that the user gave stays, and
     on another GPU than SM100 none is set: there the setting is refused.
@@ -113,17 +113,20 @@ def run_trtllm(server_args: Any, chosen: Settings, device_sm: Callable[[], int])
     Args:
         server_args: see `engine_backends`.
         device_sm: returns the SM version of the GPU.
+
+    Returns:
+        The flags that were set, as `engine_backends` does.
     """
     asked = [name for name in BACKEND_OPS if getattr(chosen, name) == "trtllm"]
     if not asked or device_sm() // 10 != 10:
-        return []
-    found = []
+        return {}
+    found = {}
     for name in asked:
         fields_of = (f"{prefix}_{name}" for prefix in ("dsa", "nsa"))
         field_name = next((one for one in fields_of if hasattr(server_args, one)), None)
         if field_name is not None and getattr(server_args, field_name) is None:
             setattr(server_args, field_name, "trtllm")
-            found.append("--" + field_name.replace("_", "-"))
+            found[name] = ("--" + field_name.replace("_", "-"), "trtllm")
     return found
 
 

@@ -17,7 +17,7 @@ from nsa_plugin.errors import NsaPluginError
 SHORT, LONG, CONTEXT = 1024, 4096, 32768  # tokens
 FEW, MANY = 1, 64  # requests
 # Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
-ROWS = tuple(1 << power for power in range(14))
+ROWS = tuple(1 << power for power in range(16))
 V4_ROWS = (1024, 4096, 8192, 16384, 32768)
 """Query tokens of V4's sample prefills, each without a prefix and with the longest context."""
 

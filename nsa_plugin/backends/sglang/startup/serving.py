@@ -224,7 +224,10 @@ class SglangServing:
         from sglang.srt.environ import envs
         from sglang.version import __version__
 
+        heads_first = Version(__version__) >= OWN_HEADS_FIRST
         model, settings = v4_shape(model_runner), self.resolved.settings
+        if not heads_first:  # the kernels attend all heads, wherever the rank's are among them
+            model = replace(model, attn_tp_size=1)
         planner = SglangV4Planner(
             model,
             self.device,
@@ -235,7 +238,6 @@ class SglangServing:
             asked=asked_by_engine(envs),
             engine_makes_rows=makes_rows(envs),
         )
-        heads_first = Version(__version__) >= OWN_HEADS_FIRST
         left = v4_attention.adopt(backend, planner, model_runner.server_args, own_heads_first=heads_first)
         state: V4State | None = backend.nsa_plugin
         if state is None and settings.strict == FULL:

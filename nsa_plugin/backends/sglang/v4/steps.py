@@ -54,7 +54,9 @@ def _captured(backend: Any, mode: Any, requests: int, forward_batch: Any) -> Non
     """Record a step that a graph replays for `requests` requests."""
     if (phase := planned(backend, mode)) is not None:
         draft, longest = backend.speculative_num_draft_tokens, longest_context(backend)
-        names = batches.request_names(forward_batch, requests)
+        # Only a trace file has the requests, and every replay comes here.
+        listed = backend.nsa_plugin.planner.trace.is_file
+        names = batches.request_names(forward_batch, requests) if listed else ()
         backend.nsa_plugin.planner.step(batches.captured_step(phase, requests, draft, longest, names))
 
 

@@ -35,6 +35,8 @@ DCP_FLAG = "--decode-context-parallel-size"
 
 V32_MODULES = ("vllm.models.deepseek_v32", "vllm.model_executor.models.deepseek_v2")
 """vLLM modules with the model code that the ledger changes: DeepSeek-V3.2, GLM-5 and other models that use it."""
+BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+"""vLLM's variable for its experimental graphs that break at the indexer."""
 V4_ARCHITECTURES = ("DeepseekV4ForCausalLM",)
 V4_RATIOS = frozenset({0, 1, 4, 128})
 
@@ -234,6 +236,9 @@ def _check_v32(vllm_config: Any) -> None:
         raise LeftToStockError(
             f"vLLM runs {name} with {others[0]}; nsa-plugin supports the model code of {' and '.join(V32_MODULES)}"
         )
+    if V32_MODULES[1] in modules and os.environ.get(BREAKABLE) == "1":
+        # A replay calls vLLM's own indexer between two graphs, not what the plugin put in front of it.
+        raise LeftToStockError(f"nsa-plugin does not support {BREAKABLE}=1 with the model code of {V32_MODULES[1]}")
     check_shape(config, "v3.2", name)
     if (pooled := getattr(config, "index_kpool", 1)) not in (None, 1):
         raise LeftToStockError(f"index_kpool of {name} is {pooled}: its indexer selects pools of tokens, not tokens")

@@ -17,7 +17,7 @@ from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
 from nsa_plugin.errors import NsaPluginError
 
 # Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
-ROWS = tuple(1 << power for power in range(14))
+ROWS = tuple(1 << power for power in range(16))
 
 
 def sample_plans(planner: VllmPlanner) -> Iterator[Plan]:

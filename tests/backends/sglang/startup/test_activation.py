@@ -411,6 +411,7 @@ def test_trtllm_as_a_setting_reaches_sglangs_arguments_on_sm100(
     for _ in range(2):
         process.check_before_serving(arguments)
     assert (arguments.dsa_decode_backend, arguments.dsa_prefill_backend) == (value, None)
+    assert PassedFlags.read().engine == {}, "the user gave no flag of SGLang's"
     said = "a setting asks for trtllm, which SGLang runs: --dsa-decode-backend trtllm"
     assert caplog.text.count(said) == (value is not None)
 

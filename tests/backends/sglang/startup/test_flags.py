@@ -113,12 +113,13 @@ def test_trtllm_as_a_setting_sets_sglangs_flag_on_sm100(prefix: str) -> None:
     for sm, value in ((100, "trtllm"), (103, "trtllm"), (90, None), (120, None), (0, None)):
         arguments = SimpleNamespace(**{f"{prefix}_decode_backend": None, f"{prefix}_prefill_backend": None})
         flag = f"--{prefix}-decode-backend"
-        assert flags.run_trtllm(arguments, asked, lambda sm=sm: sm) == ([flag] if value else [])
+        set_here = {"decode_backend": (flag, "trtllm")} if value else {}
+        assert flags.run_trtllm(arguments, asked, lambda sm=sm: sm) == set_here
         assert vars(arguments) == {f"{prefix}_decode_backend": value, f"{prefix}_prefill_backend": None}
     given = SimpleNamespace(**{f"{prefix}_decode_backend": "flashmla_kv"})
-    assert flags.run_trtllm(given, asked, lambda: 100) == []
+    assert flags.run_trtllm(given, asked, lambda: 100) == {}
     assert vars(given) == {f"{prefix}_decode_backend": "flashmla_kv"}
-    assert flags.run_trtllm(SimpleNamespace(), asked, lambda: 100) == []
+    assert flags.run_trtllm(SimpleNamespace(), asked, lambda: 100) == {}
 
 
 def test_without_trtllm_the_gpu_is_not_read() -> None:
@@ -126,7 +127,7 @@ def test_without_trtllm_the_gpu_is_not_read() -> None:
         raise AssertionError("the main process has not read SGLang's arguments yet")
 
     assert (
-        flags.run_trtllm(SimpleNamespace(dsa_decode_backend=None), Settings(decode_backend="triton"), device_sm) == []
+        flags.run_trtllm(SimpleNamespace(dsa_decode_backend=None), Settings(decode_backend="triton"), device_sm) == {}
     )
 
 

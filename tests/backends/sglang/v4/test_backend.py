@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -71,8 +72,16 @@ def test_the_longest_context_is_the_servers_where_the_backend_has_it():
 
 def test_an_older_version_has_its_heads_elsewhere(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys.modules["sglang.version"], "__version__", "0.5.13")
+    monkeypatch.setattr(
+        serving, "v4_shape", lambda runner: replace(MODEL, num_heads=4 * MODEL.num_heads, attn_tp_size=4)
+    )
     backend, *_ = begin(batch((9, 300)), prefill_backend="reference")
     assert not backend.nsa_plugin.own_heads_first
+    # A layer attends all heads there, so plans are for all of them.
+    assert backend.nsa_plugin.planner.model.heads_per_rank == 4 * MODEL.num_heads
+    monkeypatch.setattr(sys.modules["sglang.version"], "__version__", "0.5.14")
+    backend, *_ = begin(batch((9, 300)), prefill_backend="reference")
+    assert backend.nsa_plugin.planner.model.heads_per_rank == MODEL.num_heads
 
 
 def test_sglangs_variable_is_asked(monkeypatch: pytest.MonkeyPatch):
