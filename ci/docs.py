@@ -32,8 +32,7 @@ from nsa_plugin.libraries.registry import OPS, REFERENCE, Provider, Registry
 from nsa_plugin.settings import BACKEND_OPS, ENV_PREFIX, Settings
 from nsa_plugin.tools.compare.record import read as read_comparisons
 from nsa_plugin.tools.pages import site
-from nsa_plugin.tools.pages.comparisons import compared
-from nsa_plugin.tools.pages.comparisons import failure
+from nsa_plugin.tools.pages.comparisons import compared, failure
 from nsa_plugin.tools.pages.markdown import fill, markdown_table
 from nsa_plugin.tools.pages.summary import model_family, on_gpu
 

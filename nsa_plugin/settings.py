@@ -164,8 +164,8 @@ class Settings:
         512,
         _parse_count(1),
         "a number of MiB, at least 1",
-        "Memory limit, in MiB, of the indexer's float32 logits at any one time. A DeepSeek-V4 prefill also counts the "
-        "buffers of its execution path. A quarter of the free memory is the limit if that is less.",
+        "Memory limit, in MiB, of the indexer's float32 logits at any one time. Under SGLang a DeepSeek-V4 prefill "
+        "also counts the buffers of its execution path. A quarter of the free memory is the limit if that is less.",
     )
     token_shard: str = _choice(
         "auto",

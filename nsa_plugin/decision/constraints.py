@@ -44,6 +44,8 @@ class Constraints:
         stock_tokens: up to this many context tokens in all, the stock engine's code selects; 0 = never. Without times
             for the shape it selects for more, too, unless a setting names a library.
         stock_attends_by: the routes that the stock engine's code also attends by where it selects.
+        workspace_reserved: the engine has reserved what a DeepSeek-V4 prefill holds besides logits, which then has no
+            share of their budget.
         stock_selects_prefills: the stock engine's code selects for every prefill; the plan's library is not called.
     """
 
@@ -65,6 +67,7 @@ class Constraints:
     stock_prefill: Route | None = None
     stock_tokens: int = 0
     stock_attends_by: frozenset[Route] = frozenset()
+    workspace_reserved: bool = False
     stock_selects_prefills: bool = False
 
     def __post_init__(self) -> None:

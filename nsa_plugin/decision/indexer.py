@@ -232,7 +232,9 @@ def _logits_budget(case: Case, route: Route) -> int:
 
 def _held(case: Case, route: Route) -> int:
     """Bytes of the budget that a V4 prefill takes for other things than logits."""
-    return v4_memory.held_bytes(case.model, case.batch, over_rows=route.dequantize_kv) if case.extend else 0
+    if not case.extend or case.constraints.workspace_reserved:
+        return 0
+    return v4_memory.held_bytes(case.model, case.batch, over_rows=route.dequantize_kv)
 
 
 def _source(case: Case, route: Route) -> str:

@@ -130,6 +130,7 @@ def constraints(random: Random) -> Constraints:
         stock_prefill=random.choice((None, BF16_COPY, FLASH_MLA_DECODE)),
         stock_tokens=random.choice((0, 0, 8192, 10**9)),
         stock_attends_by=routes(random, random.choice((0, 0.5))),
+        workspace_reserved=random.random() < 0.3,
         stock_selects_prefills=random.random() < 0.3,
     )
 

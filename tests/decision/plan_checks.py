@@ -58,7 +58,7 @@ def check_decision(
     check_reasons(plan)
     check_kernel(plan, model, batch, device, chosen)
     check_dense(plan, model, batch, chosen)
-    check_indexer(plan, model, batch, device, chosen)
+    check_indexer(plan, model, batch, device, chosen, constraints)
     check_constraints(plan, batch, chosen, constraints)
     if plan.token_shard:
         assert model.attn_tp_size > 1
@@ -171,7 +171,14 @@ def check_dense(plan: Plan, model: ModelShape, batch: BatchShape, chosen: Settin
     assert plan.dequantize_kv == (model.fp8_cache and batch.has_prefix)
 
 
-def check_indexer(plan: Plan, model: ModelShape, batch: BatchShape, device: DeviceProfile, chosen: Settings) -> None:
+def check_indexer(
+    plan: Plan,
+    model: ModelShape,
+    batch: BatchShape,
+    device: DeviceProfile,
+    chosen: Settings,
+    constraints: Constraints,
+) -> None:
     indexer = plan.indexer
     if indexer.mode is not IndexerMode.TOPK:
         assert (indexer.provider, indexer.rows_per_chunk, indexer.metadata_provider) == ("", 0, "")
@@ -182,7 +189,7 @@ def check_indexer(plan: Plan, model: ModelShape, batch: BatchShape, device: Devi
     assert not kernel.dims or (model.index_head_dim,) in kernel.dims
     scored = batch.max_kv_len if model.family == "v3.2" else -(-batch.max_kv_len // 4)
     asked = chosen.logits_budget_mb * MIB
-    if model.family == "v4" and batch.phase is Phase.EXTEND:
+    if model.family == "v4" and batch.phase is Phase.EXTEND and not constraints.workspace_reserved:
         asked = max(asked - held_bytes(model, batch, over_rows=plan.dequantize_kv), asked // 8)
     budget = min(asked, device.memory_free // 4)
     rows = indexer.rows_per_chunk

@@ -27,7 +27,8 @@ class VllmV4Planner(VllmPlanner):
     def constraints(self, *, prefill: bool, rows: int = 0, **more: Any) -> Constraints:
         if not prefill and not self.portable and self.settings.decode_backend == "auto":
             more["paths"] = routes_of(VLLM, LAYOUT, prefill=False, only=frozenset({DECODE_KERNEL}))
-        return super().constraints(prefill=prefill, rows=rows, **more)
+        # vLLM's profiling run has both workspaces, and vLLM's code cuts the logits into chunks of the whole budget.
+        return super().constraints(prefill=prefill, rows=rows, workspace_reserved=True, **more)
 
     def validate(self, *, prefill_rows: int, step_requests: int) -> None:
         """Plan the smallest and largest batches, so that errors come before serving.

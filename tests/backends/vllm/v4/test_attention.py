@@ -288,6 +288,17 @@ def test_steps_take_the_stock_path_unless_a_setting_picks_a_library():
         planner(CPU).step_plan(4, 4, 1)
 
 
+@pytest.mark.parametrize("heads", [4, 64])
+def test_a_plans_chunks_are_those_that_vllm_cuts(heads: int):
+    """vLLM's code cuts the logits by the whole budget, so a plan has nothing to take from it."""
+    made = planner(heads=heads, prefill_backend="flash_mla")
+    made.max_model_len = context = 1 << 20
+    plan = made.prefill_plan(8192, context)
+    assert plan.indexer.rows_per_chunk == made.logits_budget // (4 * (context // 4)) == 512
+    assert "logits_budget_mb" in plan.reasons["indexer.rows_per_chunk"]
+    assert " less " not in plan.reasons["indexer.rows_per_chunk"]
+
+
 def test_kernels_of_sample_batches_are_known_before_serving():
     planner().validate(prefill_rows=8192, step_requests=256)
     with pytest.raises(NoProviderError):
