@@ -315,8 +315,8 @@ def selected_suites(names: Iterable[str]) -> list[Suite]:
     unknown = [name for name in wanted if name not in SUITES]
     if unknown:
         near = difflib.get_close_matches(unknown[0], SUITES, 1, 0.75)
-        said = f". Did you mean {near[0]!r}?" if near else f"; allowed: {', '.join(SUITES)}"
-        raise BenchError(f"suite is {unknown[0]!r}{said}")
+        hint = f". Did you mean {near[0]!r}? Allowed: " if near else "; allowed: "
+        raise BenchError(f"suite is {unknown[0]!r}{hint}{', '.join(SUITES)}")
     return [SUITES[name] for name in wanted or SUITES]
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from nsa_plugin.backends.vllm.v32.choice import kept_choice
-from nsa_plugin.backends.vllm.v32.routes import BESIDE, COPIED_ROWS
+from nsa_plugin.backends.vllm.v32.routes import BESIDE, COPIED_ROWS, VllmPlanner
+from nsa_plugin.backends.vllm.v32.samples import own_kernels
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import SettingsError
 from nsa_plugin.libraries.devices import synthetic
+from nsa_plugin.settings import Settings
 from nsa_plugin.telemetry import Trace
 from tests.backends.counted import Counted
 from tests.backends.fake_vllm.v32 import World, planner
@@ -147,3 +149,14 @@ def test_requests_are_named_for_a_trace_file_alone(mode: str, tmp_path: Path):
     if mode == "file":
         (line,) = file.read_text().splitlines()
         assert {one["request_id"] for one in json.loads(line)["requests"]} == {"first", "second"}
+
+
+def test_kernels_of_the_largest_prefills_are_known_before_serving():
+    """Beyond a library's limit on query tokens a prefill takes a kernel that no smaller one does."""
+    versions = {name: ("vllm", "0.33.0") for name in ("flash_mla", "deep_gemm")}
+    device = synthetic(90, libraries=("flash_mla", "deep_gemm", "triton", "cuda"), versions=versions)
+    shared = ModelShape(num_heads=128, attn_tp_size=8, dcp_size=8, kv_layout="v32_fp8")
+    made = VllmPlanner(model=shared, device=device, settings=Settings(), max_model_len=163840, selects_prefills=False)
+    assert made.prefill_plan(8192, 163840).provider == "flash_mla"
+    assert made.prefill_plan(16384, 163840).provider == "cuda"
+    assert ("sparse_mla_prefill", "cuda") in own_kernels(made)
