@@ -84,7 +84,7 @@ def gpu_records(folder: Path = RECORDS, *, passed: bool = True) -> dict[tuple[st
             engine, version = record["engine"].split()
             served = model_family(record) + on_gpu(record)
             if not passed:
-                served = f"{failure(record)}: {served}"
+                served = f"{served}: {failure(record)}"
             found.setdefault((engine, version), {}).setdefault(served, []).append(path)
     return found
 

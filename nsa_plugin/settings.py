@@ -288,8 +288,10 @@ def parse_source(values: Mapping[str, object], source: str) -> dict[str, Any]:
     return parsed
 
 
-_OF_KUBERNETES = re.compile(ENV_PREFIX + r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_[A-Z]+(_(PROTO|PORT|ADDR))?)?)")
-"""Variables that Kubernetes sets in every container next to a Service that is named nsa-plugin."""
+_OF_KUBERNETES = re.compile(
+    ENV_PREFIX + r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_[A-Z]+(_(PROTO|PORT|ADDR))?)?)"
+)
+"""Variables that Kubernetes sets in every container next to a Service whose name is or begins with nsa-plugin."""
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def test_help_of_explain_has_a_flag_for_every_setting_that_a_decision_reads(
     _, out, _ = call(capsys, "explain --help")
     for name in ("prefill-backend", "decode-backend", "mha-max-kv", "logits-budget-mb", "token-shard", "large-q-rows"):
         assert f"--{name}" in out
-    assert "80, 86, 89, 90, 100, 120; 0 for a CPU" in " ".join(out.split())
+    assert "80, 86, 87, 89, 90, 100, 103, 110, 120, 121; 0 for a CPU" in " ".join(out.split())
 
 
 def test_examples_in_the_help_run(capsys: pytest.CaptureFixture[str]) -> None:

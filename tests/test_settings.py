@@ -170,6 +170,7 @@ def test_an_empty_variable_is_unset(value: str) -> None:
 
 def test_variables_of_a_kubernetes_service_are_no_settings() -> None:
     service = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP", "PORT_80_TCP_ADDR")
+    service += ("VLLM_SERVICE_HOST",)  # of one that is named nsa-plugin-vllm
     assert resolve(environ={f"NSA_PLUGIN_{name}": "tcp://10.0.0.1:80" for name in service}).settings == DEFAULTS
     with pytest.raises(SettingsError, match="unknown nsa-plugin setting 'port_able'"):
         resolve(environ={"NSA_PLUGIN_PORT_ABLE": "on"})

@@ -118,12 +118,12 @@ def _verdict(record: dict[str, Any]) -> str:
     objects = plugin_objects(Soak(minutes=record["minutes"], margin=0.0, split_share=0.0, memory=memory))
     now = {PRESSURE: bool(record["preemptions"]), OBJECTS: objects.holds}
     changed = [
-        f"{name} {'passes' if now[name] else 'fails'}"
+        f'"{name}" {"passes" if now[name] else "fails"}'
         for name, held in ((check["name"], check["holds"]) for check in record["checks"])
         if held != now.get(name, held)
     ]
     verdict = "passed" if record["ok"] else "failed"
-    return f"{verdict}; by the current check {', '.join(changed)}" if changed else verdict
+    return f"{verdict}; by the current checks {', '.join(changed)}" if changed else verdict
 
 
 def _range(sizes: Sequence[int]) -> str:

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CompareError(f"cannot create {directory}: {error.strerror}") from error
+            raise CompareError(f"cannot create {directory}: {error.strerror or error}") from error
     say(f"{facts['suite']} on {facts['host']['gpu'] or 'no GPU'}, {args.budget:.0f} s for everything")
 
     def save() -> None:
@@ -128,7 +128,7 @@ def _read(option: str, path: Path) -> Measured:
     try:
         return Measured.load(path)
     except OSError as error:
-        raise CompareError(f"{option} is {path}, which cannot be read: {error.strerror}") from error
+        raise CompareError(f"{option} is {path}, which cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CompareError(f"{option} is {path}, which is not a file that compare saved: {error}") from error
 
@@ -244,7 +244,7 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
         try:
             config = json.loads((args.model / "config.json").read_text())
         except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else error
+            why = (isinstance(error, OSError) and error.strerror) or error
             raise CompareError(f"--model is {args.model}, whose config.json cannot be read: {why}") from error
     for name in ("num_attention_heads", "vocab_size", "index_topk"):
         if not isinstance(config.get(name), int):

@@ -15,7 +15,7 @@ from nsa_plugin.decision.dispatch import decide, partition
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
 from nsa_plugin.errors import NoProviderError, SettingsError, ShapeError
-from nsa_plugin.libraries.architectures import EVIDENCE, SHARED_MEMORY_PER_BLOCK, evidence
+from nsa_plugin.libraries.architectures import SHARED_MEMORY_PER_BLOCK, evidence
 from nsa_plugin.libraries.devices import GIB, DeviceProfile, synthetic
 from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.libraries.probe import probe
@@ -153,7 +153,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(batch, "--workspace-tokens N", natural, workspace, 0)
 
     device = parser.add_argument_group("device (default: this machine)")
-    option(device, "--sm N", _sm, f"SM version of another device: {', '.join(map(str, EVIDENCE))}; 0 for a CPU")
+    option(
+        device,
+        "--sm N",
+        _sm,
+        f"SM version of another device: {', '.join(map(str, SHARED_MEMORY_PER_BLOCK))}; 0 for a CPU",
+    )
     libraries = f"kernel libraries of that device: {', '.join(MANIFEST)} (default: all)"
     option(device, "--libraries A,B", _libraries, libraries)
     option(device, "--memory-gb GIB", _gigabytes, "free memory of that device in GiB (default: 70.5)")

@@ -94,7 +94,7 @@ ROWS = {
     "adaptive verification": Row(changed=speculative(enable_adaptive_verification=True)),
     "batch invariance": Row(environ={"VLLM_BATCH_INVARIANT": "1"}),
     "another KV-cache format": Row(changed={"cache_config": {"cache_dtype": "nvfp4"}}),
-    "another fp8 cache on SM90": Row(
+    "another fp8 cache of DeepSeek-V3.2 and GLM-5": Row(
         layers="FLASHINFER_MLA_SPARSE_SM90", worker=GPU, changed={"cache_config": {"cache_dtype": "fp8_e4m3"}}
     ),
     "graphs that break at the indexer": Row(

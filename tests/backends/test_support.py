@@ -329,7 +329,9 @@ STARTS: dict[tuple[str, str], Start] = {
     (VLLM, "microbatches"): vllm(parallel_config={"enable_dbo": False, "ubatch_size": 2}),
     (VLLM, "an fp4 indexer cache"): vllm(attention_config={"use_fp4_indexer_cache": True}),
     (VLLM, "an fp4 indexer cache, since vLLM 0.28"): vllm(attention_config={"indexer_kv_dtype": "mxfp4"}),
-    (VLLM, "another fp8 cache on SM90"): layers_on("FLASHINFER_MLA_SPARSE_SM90", 90, cache="fp8_e4m3"),
+    (VLLM, "another fp8 cache of DeepSeek-V3.2 and GLM-5"): layers_on(
+        "FLASHINFER_MLA_SPARSE_SM90", 90, cache="fp8_e4m3"
+    ),
     (VLLM, "graphs that break at the indexer"): breaking,
     (VLLM, "HiSparse"): vllm(attention_config={"hisparse_config": object()}),
     (VLLM, "parallel drafting"): drafting,

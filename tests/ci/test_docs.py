@@ -101,7 +101,7 @@ def test_the_gpu_column_is_made_from_the_records_that_passed(tmp_path: Path) -> 
     assert docs._on_gpu({}) == "not run"
     failed = docs.gpu_records(tmp_path, passed=False)["vllm", "0.33.0"]
     assert docs._on_gpu({}, failed) == (
-        "failed its tolerance (kept for the record): V4, "
+        "V4: failed its tolerance (kept for the record), "
         "[vllm-0.33.0-v4-64heads](benchmarks/h200/vllm-0.33.0-v4-64heads.md)"
     )
 

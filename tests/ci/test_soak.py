@@ -395,8 +395,8 @@ def test_record_and_table(problem: str, tmp_path: Path) -> None:
     ("preemptions", "then", "row"),
     [
         (5, [], "passed | 10 answered | 5"),
-        (None, [], "passed; by the current check cache pressure fails | 10 answered | none counted"),
-        (5, ["plugin objects"], "failed; by the current check plugin objects passes | 10 answered | 5"),
+        (None, [], 'passed; by the current checks "cache pressure" fails | 10 answered | none counted'),
+        (5, ["plugin objects"], 'failed; by the current checks "plugin objects" passes | 10 answered | 5'),
         (5, ["traffic"], "failed | 10 answered | 5"),
     ],
 )

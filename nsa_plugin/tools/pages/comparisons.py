@@ -62,7 +62,8 @@ def failure(record: Row) -> str:
     # The answers agreed as far as they were compared: only the checks by name say what failed.
     count = "one check" if len(failed) == 1 else f"{len(failed)} checks"
     apart = ", not its tolerance" if any(check["name"].startswith(_AGREES) for check in checks) else ""
-    return f"failed {count}{apart} (kept for the record): {'; '.join(failed)}"
+    names = ", ".join(f'"{name}"' for name in failed)
+    return f"failed {count}{apart} (kept for the record): {names}"
 
 
 def result(record: Row) -> str:

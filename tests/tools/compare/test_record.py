@@ -192,7 +192,7 @@ def test_the_overview_has_a_line_for_each_comparison() -> None:
     lines = overview([("h200/a.md", made), ("h200/b.md", broken)]).splitlines()[2:]
     assert lines == [
         "| [a-1.2](h200/a.md) | passed its tolerance | 10 | 1 | 9 of 10 | 2.31 (100 tokens) |",
-        "| [b](h200/b.md) | **failed one check (kept for the record): the plugin served** | - | - | - | - |",
+        '| [b](h200/b.md) | **failed one check (kept for the record): "the plugin served"** | - | - | - | - |',
     ]
 
 

@@ -407,8 +407,8 @@ def test_a_comparison_that_failed_is_labelled_and_linked() -> None:
     [
         ([], "speed only; answers were not compared"),
         (["complete"], f"**{STOPPED}**"),
-        (["the prefix cache was hit"], f"**{OTHER.format('one check')}: the prefix cache was hit**"),
-        (["complete", "the plugin served"], f"**{OTHER.format('2 checks')}: complete; the plugin served**"),
+        (["the prefix cache was hit"], f'**{OTHER.format("one check")}: "the prefix cache was hit"**'),
+        (["complete", "the plugin served"], f'**{OTHER.format("2 checks")}: "complete", "the plugin served"**'),
         (["the prefix cache was hit", "the plugin agrees in the mean of answers"], f"**{FAILED}**"),
     ],
 )
@@ -428,7 +428,7 @@ def test_only_a_check_of_agreement_is_a_failed_tolerance(failed: list[str], show
 )
 def test_the_kept_records_whose_answers_agreed_did_not_fail_their_tolerance(suite: str) -> None:
     record = json.loads((docs.RECORDS / "h100" / f"{suite}.json").read_text())
-    assert comparisons.result(record) == f"**{OTHER.format('one check')}: the prefix cache was hit**"
+    assert comparisons.result(record) == f'**{OTHER.format("one check")}: "the prefix cache was hit"**'
 
 
 def mha(provider: str, q: int, median: float, **beside: float) -> dict[str, Any]:

@@ -139,7 +139,10 @@ def use_engine_log() -> None:
 
 def asked_for(argv: list[str], environ: Mapping[str, str]) -> bool:
     """Whether the command line or the environment enables the plugin."""
-    return any(CONFIG_KEY in argument for argument in argv) or environ.get("NSA_PLUGIN_ENABLED", "0") not in ("", "0")
+    return any(CONFIG_KEY in argument for argument in argv) or environ.get("NSA_PLUGIN_ENABLED", "0").strip() not in (
+        "",
+        "0",
+    )
 
 
 @functools.cache
