@@ -76,7 +76,7 @@ def gpu_records(folder: Path = RECORDS, *, passed: bool = True) -> dict[tuple[st
     An H200 is not named.
 
     Args:
-        passed: those that passed every check, or else those that failed one, whose family follows what failed.
+        passed: those that passed every check, or else those that failed one, with what failed behind the family.
     """
     found: dict[tuple[str, str], dict[str, list[Path]]] = {}
     for path, record in read_comparisons(folder):

@@ -24,14 +24,14 @@ from nsa_plugin.backends.vllm.startup.activation import VllmProcess
 from nsa_plugin.backends.vllm.v4 import serving as v4_serving
 from nsa_plugin.backends.vllm.v32 import patches
 from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
-from nsa_plugin.backends.vllm.v32.choice import BACKEND, BF16_BACKEND, SM120_BACKEND
+from nsa_plugin.backends.vllm.v32.choice import BF16_BACKEND, SM120_BACKEND
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches import static
 from nsa_plugin.patches import vllm as data
 from nsa_plugin.patches.ledger import Ledger, Need
 from nsa_plugin.telemetry import StartupReport
 from tests.backends.fake_vllm import v4_config
-from tests.backends.fake_vllm.config import Choice, config, layer
+from tests.backends.fake_vllm.config import config, layer
 from tests.backends.live import changes, raw, replaced
 from tests.ledger_engine import live
 
@@ -94,9 +94,7 @@ ROWS = {
     "adaptive verification": Row(changed=speculative(enable_adaptive_verification=True)),
     "batch invariance": Row(environ={"VLLM_BATCH_INVARIANT": "1"}),
     "another KV-cache format": Row(changed={"cache_config": {"cache_dtype": "nvfp4"}}),
-    "another fp8 cache of DeepSeek-V3.2 and GLM-5": Row(
-        layers="FLASHINFER_MLA_SPARSE_SM90", worker=GPU, changed={"cache_config": {"cache_dtype": "fp8_e4m3"}}
-    ),
+    "another fp8 cache of DeepSeek-V3.2 and GLM-5": Row(changed={"cache_config": {"cache_dtype": "fp8_e4m3"}}),
     "graphs that break at the indexer": Row(
         environ={"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}, changed={"model": {"architectures": ["DeepseekV3ForCausalLM"]}}
     ),
@@ -165,9 +163,8 @@ def engine(row: Row, monkeypatch: pytest.MonkeyPatch) -> tuple[VllmProcess, dict
     if "supports_compute_capability" in vars(backend):
         exec("def supports(cls, capability): return __answered__(dict(locals()))", found := dict(vars(ops)))
         backend.supports_compute_capability = classmethod(found["supports"])
-    names = modules[REGISTRY].AttentionBackendEnum = type("Names", (dict,), {})({BACKEND: Choice(BACKEND)})
-    for name in (BACKEND, BF16_BACKEND, SM120_BACKEND):
-        setattr(names, name, Choice(name))
+    names = modules[REGISTRY].AttentionBackendEnum
+    names.FLASH_ATTN_MLA_SPARSE, names.FLASHINFER_MLA_SPARSE_SM120 = BF16_BACKEND, SM120_BACKEND
     for name in ("vllm", "vllm.platforms", "vllm.utils", "vllm.utils.deep_gemm"):
         if name not in modules:
             monkeypatch.setitem(sys.modules, name, ModuleType(name))

@@ -37,7 +37,7 @@ from tests.backends.fake_sglang.scheduler import scheduler
 from tests.backends.fake_sglang.v4 import batch
 from tests.backends.fake_sglang.v32 import DsaBackend, started
 from tests.backends.fake_vllm import v4_config
-from tests.backends.fake_vllm.config import Choice, config, layer
+from tests.backends.fake_vllm.config import config, layer
 
 Start = Callable[[pytest.MonkeyPatch], object]
 """Starts a configuration: raises what the plugin raises, or returns the notes of the start-up report."""
@@ -121,7 +121,7 @@ def layers_on(backend: str, sm: int, *, cache: str = "fp8_ds_mla", flag: bool = 
     """A layer with the backend that vLLM picked, or the user's flag."""
 
     def start(monkeypatch: pytest.MonkeyPatch) -> None:
-        known = type("Known", (dict,), {name: name for name in (BACKEND, backend)})({BACKEND: Choice(BACKEND)})
+        known = type("Known", (), {name: name for name in (BACKEND, backend)})
         registry = ModuleType("vllm.v1.attention.backends.registry")
         registry.AttentionBackendEnum = known  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, registry.__name__, registry)
@@ -329,9 +329,7 @@ STARTS: dict[tuple[str, str], Start] = {
     (VLLM, "microbatches"): vllm(parallel_config={"enable_dbo": False, "ubatch_size": 2}),
     (VLLM, "an fp4 indexer cache"): vllm(attention_config={"use_fp4_indexer_cache": True}),
     (VLLM, "an fp4 indexer cache, since vLLM 0.28"): vllm(attention_config={"indexer_kv_dtype": "mxfp4"}),
-    (VLLM, "another fp8 cache of DeepSeek-V3.2 and GLM-5"): layers_on(
-        "FLASHINFER_MLA_SPARSE_SM90", 90, cache="fp8_e4m3"
-    ),
+    (VLLM, "another fp8 cache of DeepSeek-V3.2 and GLM-5"): vllm(cache_config={"cache_dtype": "fp8_e4m3"}),
     (VLLM, "graphs that break at the indexer"): breaking,
     (VLLM, "HiSparse"): vllm(attention_config={"hisparse_config": object()}),
     (VLLM, "parallel drafting"): drafting,

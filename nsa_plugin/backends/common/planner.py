@@ -26,6 +26,9 @@ KERNEL_OPS = {Attention.SPARSE_PREFILL: "sparse_mla_prefill", Attention.SPARSE_D
 READ_EVERY = 64
 """Prefills from one reading of the free memory to the next, which may wait for the driver."""
 
+SAMPLE_ROWS = tuple(1 << power for power in range(16))
+"""Query tokens of the batches whose kernels are warmed up: the choice may depend on their number."""
+
 MAX_STEPS = 4096
 """Sizes of steps whose plans are kept. Those that graphs capture come first, before the engine serves."""
 

@@ -17,6 +17,9 @@ from nsa_plugin.tools.serving.engine import V32
 
 _NAMED = 4  # requests that a check lists
 
+AGREES = "the plugin agrees"
+"""How the names of the checks begin that compare answers with the tolerance."""
+
 SHARED_CACHE = "context parallelism"
 """The fact in a start-up report that says how many ranks share the KV cache."""
 
@@ -239,11 +242,11 @@ def agreement_checks(
     if not plugin:
         detail = f"no request was answered by both {between}"
     holds, detail = bool(plugin) and not rejected, _some([allowed.explain(one) for one in rejected]) or detail
-    checks = [Check(name="the plugin agrees, request by request", holds=holds, detail=detail)]
+    checks = [Check(name=f"{AGREES}, request by request", holds=holds, detail=detail)]
     forced = ("forced positions", [one for one in plugin if rule.is_forced(one)], allowed.forced_mean)
     for what, some, limit in (("answers", answers, allowed.answers_mean), forced):
         if some:
-            found, name = rule.mean(some), f"the plugin agrees in the mean of {what}"
+            found, name = rule.mean(some), f"{AGREES} in the mean of {what}"
             checks.append(Check(name=name, holds=found <= limit, detail=f"{found:.4f} of {limit:.4f} allowed"))
     return checks
 

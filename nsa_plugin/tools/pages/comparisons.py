@@ -7,13 +7,11 @@ from pathlib import Path
 
 from nsa_plugin.tools.compare.record import OURS
 from nsa_plugin.tools.compare.report import AGREEMENT_COLUMNS, serve_columns, tables
+from nsa_plugin.tools.compare.verdict import AGREES
 from nsa_plugin.tools.pages.markdown import FAILED, STOPPED, generated_notice, markdown_table
 from nsa_plugin.tools.records import Row
 
 _LINKS = "[All records](../records.md#engine-comparisons). [How to read this](../../compare.md#how-to-read-a-record)."
-
-_AGREES = "the plugin agrees"
-"""How the names of the checks begin that compare answers with the tolerance (`verdict.agreement_checks`)."""
 
 
 def page(path: Path, record: Row) -> str:
@@ -57,11 +55,11 @@ def failure(record: Row) -> str:
         return ""
     if failed == ["complete"]:
         return STOPPED
-    if any(name.startswith(_AGREES) for name in failed):
+    if any(name.startswith(AGREES) for name in failed):
         return FAILED
     # The answers agreed as far as they were compared: only the checks by name say what failed.
     count = "one check" if len(failed) == 1 else f"{len(failed)} checks"
-    apart = ", not its tolerance" if any(check["name"].startswith(_AGREES) for check in checks) else ""
+    apart = ", not its tolerance" if any(check["name"].startswith(AGREES) for check in checks) else ""
     names = ", ".join(f'"{name}"' for name in failed)
     return f"failed {count}{apart} (kept for the record): {names}"
 

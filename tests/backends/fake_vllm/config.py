@@ -44,13 +44,6 @@ def config(cache_dtype: str = "fp8_ds_mla", **more: Any) -> Any:
     return SimpleNamespace(**(fields | more))
 
 
-class Choice(str):
-    """A member of vLLM's `AttentionBackendEnum`, with the caches that FlashMLA's backend reads."""
-
-    def get_class(self) -> Any:
-        return SimpleNamespace(supports_kv_cache_dtype=("auto", "bfloat16", "fp8_ds_mla", "fp8").__contains__)
-
-
 def layer(planned: bool, backend: str = BACKEND) -> Any:
     """vLLM's MLA layer after it has been built."""
     impl = SimpleNamespace(nsa_plugin=object() if planned else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from nsa_plugin.backends.common.planner import Execution
+from nsa_plugin.backends.common.planner import SAMPLE_ROWS, Execution
 from nsa_plugin.backends.common.warm import DENSE
 from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner
 from nsa_plugin.backends.sglang.v32.batch import Batch, step_batch
@@ -16,8 +16,6 @@ from nsa_plugin.errors import NsaPluginError
 
 SHORT, LONG, CONTEXT = 1024, 4096, 32768  # tokens
 FEW, MANY = 1, 64  # requests
-# Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
-ROWS = tuple(1 << power for power in range(16))
 V4_ROWS = (1024, 4096, 8192, 16384, 32768)
 """Query tokens of V4's sample prefills, each without a prefix and with the longest context."""
 
@@ -77,7 +75,7 @@ def own_kernels(state: State, max_context: int, *, sharded: bool = False) -> set
     """
     found: list[Execution | None] = []
     planner = state.planner
-    for rows in ROWS:
+    for rows in SAMPLE_ROWS:
         with suppress(NsaPluginError):  # no kernel supports this size, which may never occur
             if state.plans_steps:
                 found.append(planner.step_execution(step_batch(Phase.DECODE, rows, rows, max_context)))
@@ -91,7 +89,7 @@ def own_kernels(state: State, max_context: int, *, sharded: bool = False) -> set
 
 def attends_densely(planner: SglangPlanner, max_context: int) -> bool:
     """Return whether prompts of some size attend densely with the plugin's kernel."""
-    for rows in ROWS:
+    for rows in SAMPLE_ROWS:
         with suppress(NsaPluginError):  # as above
             route = _prefill(planner, min(rows, max_context), min(rows, max_context))
             if route is not None and route.dense and route.plan.provider == DENSE:
@@ -102,7 +100,7 @@ def attends_densely(planner: SglangPlanner, max_context: int) -> bool:
 def indexers(planner: SglangPlanner, max_context: int) -> set[str]:
     """Return the providers that select for prefills of some size, alone or with the longest context."""
     found: set[str] = set()
-    for rows in (*ROWS, *V4_ROWS):
+    for rows in (*SAMPLE_ROWS, *V4_ROWS):
         for context in (min(rows, max_context), max_context):
             with suppress(NsaPluginError):  # as above
                 route = _prefill(planner, min(rows, context), context)

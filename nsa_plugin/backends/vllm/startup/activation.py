@@ -139,10 +139,8 @@ def use_engine_log() -> None:
 
 def asked_for(argv: list[str], environ: Mapping[str, str]) -> bool:
     """Whether the command line or the environment enables the plugin."""
-    return any(CONFIG_KEY in argument for argument in argv) or environ.get("NSA_PLUGIN_ENABLED", "0").strip() not in (
-        "",
-        "0",
-    )
+    enabled = environ.get("NSA_PLUGIN_ENABLED", "").strip()
+    return any(CONFIG_KEY in argument for argument in argv) or enabled not in ("", "0")
 
 
 @functools.cache

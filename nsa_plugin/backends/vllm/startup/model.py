@@ -14,9 +14,9 @@ from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import LeftToStockError
 
 # vLLM's --kv-cache-dtype -> the layout of the cache. On a CPU the plugin's backend keeps the model's dtype; on a GPU
-# vLLM's FlashMLA-sparse backend makes any fp8 fp8_ds_mla.
+# vLLM's FlashMLA-sparse backend makes fp8 fp8_ds_mla, and does not take fp8_e4m3.
 CPU_LAYOUTS = {"auto": "bf16", "bfloat16": "bf16", "float16": "bf16"}
-GPU_LAYOUTS = {"auto": "bf16", "bfloat16": "bf16", "fp8_ds_mla": "v32_fp8", "fp8": "v32_fp8", "fp8_e4m3": "v32_fp8"}
+GPU_LAYOUTS = {"auto": "bf16", "bfloat16": "bf16", "fp8_ds_mla": "v32_fp8", "fp8": "v32_fp8"}
 V4_LAYOUTS = dict.fromkeys(("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"), "v4_fp8")
 """For DeepSeek-V4 on a GPU: vLLM's FlashMLA layers support no other cache."""
 

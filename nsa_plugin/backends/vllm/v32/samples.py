@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 
 from nsa_plugin.backends.common.paths import VLLM, path_of
-from nsa_plugin.backends.common.planner import KERNEL_OPS
+from nsa_plugin.backends.common.planner import KERNEL_OPS, SAMPLE_ROWS
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.warm import DENSE, warm_unpaged
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
@@ -16,13 +16,10 @@ from nsa_plugin.decision.indexer import is_unpaged
 from nsa_plugin.decision.plan import Attention, IndexerMode, Plan
 from nsa_plugin.errors import NsaPluginError
 
-# Query tokens of the batches whose kernels are warmed up: the choice may depend on their number.
-ROWS = tuple(1 << power for power in range(16))
-
 
 def sample_plans(planner: VllmPlanner) -> Iterator[Plan]:
     """Plan decode steps and prefills of many sizes, to find the kernels that batches may take."""
-    for rows in ROWS:
+    for rows in SAMPLE_ROWS:
         with suppress(NsaPluginError):  # no kernel supports this size, which may never occur
             yield planner.step_plan(rows, rows, 1)
             if rows <= planner.max_model_len:

@@ -241,11 +241,7 @@ class GpuServing(VllmServing):
             if hasattr(AttentionBackendEnum, BF16_BACKEND) and (reason := kept_choice(planner)):
                 self.left_choice = reason
                 return
-            found, dtype = AttentionBackendEnum[BACKEND], str(self.vllm_config.cache_config.cache_dtype)
-            if not found.get_class().supports_kv_cache_dtype(dtype):  # vLLM would refuse the choice and not start
-                self.left_choice = f" ({BACKEND} does not read --kv-cache-dtype {dtype}; it reads fp8)"
-                return
-            attention.backend = found
+            attention.backend = AttentionBackendEnum[BACKEND]
             self.chose = True
 
     def warm(self, device: torch.device) -> None:

@@ -19,7 +19,6 @@ from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Ledger
 from nsa_plugin.patches.static import SourceTree
 from nsa_plugin.telemetry import StartupReport
-from tests.backends.fake_vllm.config import Choice
 from tests.backends.fake_vllm.start import FILE, PATCHES, SOURCE, Engine, Here
 
 
@@ -31,7 +30,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmProcess]:
     for module in (activation, gpu_patches):
         monkeypatch.setattr(module, "process", lambda: this)
     registry = ModuleType("vllm.v1.attention.backends.registry")
-    registry.AttentionBackendEnum = {BACKEND: Choice(BACKEND)}  # type: ignore[attr-defined]
+    registry.AttentionBackendEnum = {BACKEND: BACKEND}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     monkeypatch.setattr(activation, "device_kind", lambda: "cuda")
     monkeypatch.setattr(activation, "device_sm", lambda: Here.device.sm)

@@ -14,7 +14,6 @@ from nsa_plugin.backends.vllm.v32.choice import BACKEND, SM120_BACKEND
 from nsa_plugin.errors import PatchError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.telemetry import StartupReport
-from tests.backends.fake_vllm.config import Choice
 from tests.backends.fake_vllm.start import Engine, Here, configured, load_model, warm_up, worker_of
 
 pytestmark = pytest.mark.usefixtures("process", "reports")
@@ -96,7 +95,7 @@ def test_vllms_backend_for_sm120_is_kept(
     backend: str | None,
     cache_dtype: str,
 ):
-    enum = {name: Choice(name) for name in (BACKEND, SM120_BACKEND)}
+    enum = {BACKEND: BACKEND, SM120_BACKEND: SM120_BACKEND}
     names = type("Names", (dict,), {name: name for name in enum})(enum)
     monkeypatch.setattr(sys.modules["vllm.v1.attention.backends.registry"], "AttentionBackendEnum", names)
     monkeypatch.setattr(Here, "device", synthetic(120, libraries=("triton",)))

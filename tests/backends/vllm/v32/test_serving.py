@@ -32,7 +32,7 @@ from nsa_plugin.patches.vllm import PATCHES
 from nsa_plugin.patches.vllm_gpu import CHANGES, GPU, REQUIREMENTS
 from nsa_plugin.settings import ResolvedSettings, Settings
 from nsa_plugin.telemetry import Trace
-from tests.backends.fake_vllm.config import Choice, config, layer
+from tests.backends.fake_vllm.config import config, layer
 from tests.backends.fake_vllm.v32 import TRITON, WITH_FLASH_MLA, planner
 
 
@@ -290,7 +290,7 @@ def test_layers_on_another_backend_are_left_to_vllm_and_reported():
 def backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """vLLM's enumeration of its backends."""
     module = ModuleType("vllm.v1.attention.backends.registry")
-    module.AttentionBackendEnum = {BACKEND: Choice(BACKEND)}  # type: ignore[attr-defined]
+    module.AttentionBackendEnum = {BACKEND: object()}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(GpuServing, "warm", lambda *_: None)
     return module.AttentionBackendEnum  # type: ignore[attr-defined]
