@@ -65,7 +65,7 @@ def run_as(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
 def check_decode(attend: Any, layout: str, heads: int, splits: int, seed: int = 0) -> None:
     extra = EXTRA if layout == "v4_fp8" else None
-    case = decode_case(layout=layout, batch=4, s_q=1, heads=heads, slots=512, topk=150, extra=extra, seed=seed + heads)
+    case = decode_case(layout=layout, batch=4, s_q=1, heads=heads, slots=512, topk=300, extra=extra, seed=seed + heads)
     result = decode_op(attend)(**case, splits=splits)
     expected = reference_decode(**case, out_dtype=torch.float32)
     absolute, relative = DECODE_TOLERANCE
@@ -155,19 +155,21 @@ def test_topk_rows(columns: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "edit",
+    ("edit", "variant"),
     [
-        # The records of a step are not waited for.
-        ("barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);", ""),
+        # The records of a step are not waited for, which other warps copy.
+        (("barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);", ";"), 0),
+        # Those that a warp has copied itself.
+        (("wait_for_copies();  // those of the next block", ";  // those of the next block"), 2),
         # P is read before all warps have written it.
-        ("changed = meet_or(changed);  // P is there", "// P is there"),
+        (("changed = meet_or(changed);           // P is there", "// P is there"), 0),
         # Half of the keys do not weigh.
-        ("state.sum[j] += p[0] + p[1];", "state.sum[j] += p[0];"),
+        (("state.sum[j] += p[0] + p[1];", "state.sum[j] += p[0];"), 0),
     ],
-    ids=["no wait", "no meeting", "half of the keys"],
+    ids=["no wait", "no wait for own copies", "no meeting", "half of the keys"],
 )
-def test_a_fault_is_noticed(edit: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_noticed(edit: tuple[str, str], variant: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_on_cpu, "edits", [edit])
-    attend = partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[0])
+    attend = partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[variant])
     with pytest.raises(AssertionError, match=r"not close|wait for each other"):
         check_decode(attend, "v32_fp8", 5, 1)

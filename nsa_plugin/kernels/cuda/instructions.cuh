@@ -105,10 +105,12 @@ DEVICE void arrive_with_copies(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
 }
 
-// Starts a copy of 8 bytes, for which this thread arrives at the barrier when it is there.
-DEVICE void copy_8_bytes(u32 destination, const void* source, u32 barrier) {
+// Waits until the copies that this thread has started are there.
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Starts a copy of 8 bytes.
+DEVICE void copy_8_bytes(u32 destination, const void* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" :: "r"(destination), "l"(source) : "memory");
-    arrive_with_copies(barrier);
 }
 
 // A barrier of `threads` threads, for which all of a warp arrive.

@@ -28,65 +28,6 @@
 #include "gate.cuh"
 #include "sparse_mla_steps.cuh"
 
-struct Entry {
-    const u8* record;
-    const u8* scales;  // v4_fp8 only
-    bool valid;
-};
-
-// Where the record of a slot of the first or the second cache lies; `nothing` for one that does not count.
-DEVICE Entry find_entry(const Scope& first, const Scope& second, bool is_first, int slot, const u8* nothing) {
-    is_first |= !HAS_EXTRA;
-    // Field by field: a reference to either would put both into local memory.
-    u32 num_slots = is_first ? first.num_slots : second.num_slots;
-    int shift = is_first ? first.page_shift : second.page_shift;
-    int size = is_first ? first.page_size : second.page_size;
-    i64 stride = is_first ? first.page_stride : second.page_stride;
-    const u8* data = is_first ? first.data : second.data;
-    if ((u32)slot >= num_slots) return {nothing, nothing, false};
-#if FLAT
-    return {data + (i64)slot * COPIED, nothing, true};
-#endif
-    int page = shift >= 0 ? slot >> shift : slot / size;
-    int position = slot - page * size;
-    const u8* start = data + page * stride;
-#if LAYOUT == 0
-    return {start + position * COPIED, nothing, true};
-#else
-    return {start + position * COPIED, start + size * COPIED + position * 8, true};
-#endif
-}
-
-// A warp copies COPIES records; lane l knows where record l % COPIES of them lies.
-DEVICE void start_copies(Shared& shared, int stage, int copier, int lane, const Entry& entry) {
-    u32 full = shared_address(&shared.full[stage]);
-#if LAYOUT == 1
-    if (lane < COPIES) {
-        int r = copier * COPIES + lane;
-        shared.valid[stage][r] = entry.valid;
-        copy_8_bytes(shared_address(&shared.scales[stage][r]), entry.scales, full);
-    }
-#endif
-    __syncwarp();  // nobody reads those of the copies before any more
-    if (lane < COPIES) shared.from[copier][lane] = (u64)entry.record;
-    __syncwarp();
-#if !HOPPER
-    u32 to = shared_address(&shared.records[stage][copier * COPIES * ROW]);
-    constexpr int REST = COPIED / 16 - 32, RESTS = (COPIES * REST + 31) / 32;  // pieces of 16 bytes beyond 32 of a record
-#pragma unroll
-    for (int k = 0; k < COPIES; ++k) copy_16_bytes(to + k * ROW + lane * 16, (const u8*)shared.from[copier][k] + lane * 16);
-#pragma unroll
-    for (int k = 0; k < RESTS; ++k) {
-        int piece = k * 32 + lane, record = piece / REST, at = (32 + piece % REST) * 16;
-        if (piece < COPIES * REST) copy_16_bytes(to + record * ROW + at, (const u8*)shared.from[copier][record] + at);
-    }
-    arrive_with_copies(full);
-#else
-    copy_in_bulk<COPIED, ROW>(shared, stage, copier, full);
-#endif
-}
-
-
 // Attention of query row `blockIdx.x`, or of the GROUP rows from GROUP * `blockIdx.x` on, for heads from
 // HEADS / GROUP * `blockIdx.y` on, over the share `blockIdx.z` of its
 // entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are
@@ -155,19 +96,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         return (u32)slot < (u32)(!HAS_EXTRA || block < blocks[0] ? first.num_slots : second.num_slots);
     };
     bool multiplies = !PRODUCERS || warp < WARPS, copies = !PRODUCERS || !multiplies;
-    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = copier * COPIES + lane % COPIES;
-    auto copy = [&](int block, int slot) {
+    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp;
+    auto place_of = [&](int block, int slot, int record) {
 #if GROUP > 1
-        if (lane < COPIES) shared.members[(u32)(block - begin) % STAGES][i] = (u8)((u32)slot >> SLOT_BITS);
         slot &= SLOT_MASK;
 #endif
-        const u8* nothing = shared.nothing[i];
-        start_copies(shared, (u32)(block - begin) % STAGES, copier, lane, find_entry(first, second, block < blocks[0], slot, nothing));
+        return find_entry(first, second, block < blocks[0], slot, shared.nothing[record]);
+    };
+    auto note_members = [&](int stage, int slot, int record) {
+#if GROUP > 1
+        if (knows_first(lane)) shared.members[stage][record] = (u8)((u32)slot >> SLOT_BITS);
+#endif
+    };
+    auto copy = [&](int block, const int (&known)[KNOWN]) {
+        int stage = (u32)(block - begin) % STAGES;
+#pragma unroll
+        for (int k = 0; k < KNOWN; ++k) {
+            int record = known_record(copier, lane, k);
+            note_members(stage, known[k], record);
+            start_copies(shared, stage, copier, record, lane, place_of(block, known[k], record));
+        }
+        if (!HOPPER && !COPY_BETWEEN) finish_copies(shared_address(&shared.full[stage]), lane);
+    };
+    auto slots_of = [&](int (&known)[KNOWN], int block, auto slot_of) {
+#pragma unroll
+        for (int k = 0; k < KNOWN; ++k) known[k] = copies ? slot_of(block, known_record(copier, lane, k)) : -1;
     };
     // Of the entries and the query none waits for another. Later, a slot is read a step before its address is needed.
-    int slots[STAGES];
+    int slots[STAGES][KNOWN];
 #pragma unroll
-    for (int k = 0; k < STAGES; ++k) slots[k] = copies ? entry_of(begin + k, i, given) : -1;
+    for (int k = 0; k < STAGES; ++k) slots_of(slots[k], begin + k, [&](int block, int i) { return entry_of(block, i, given); });
     int final = begin < end ? entry_of(end - 1, threadIdx.x % KEYS, given) : -1;
     Part part(warp % WARPS);
     RawQuery raw;
@@ -186,7 +144,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         for (int k = PRODUCERS ? 0 : 1; k < STAGES; ++k)
             if (begin + k < end) copy(begin + k, slots[k]);  // all stages are free
     }
-    int next = copies ? slot_of(begin + STAGES, i) : -1;
+    int next[KNOWN];
+    slots_of(next, begin + STAGES, slot_of);
     int own_share = blockIdx.z;
     bool is_whole = GROUP > 1 || gridDim.z == 1, is_cluster = HOPPER && !is_whole && !partial_out;
 #if PRODUCERS
@@ -195,9 +154,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
             u32 step = block - begin - STAGES;
             barrier_wait(shared_address(&shared.empty[step % STAGES]), step / STAGES & 1);
             copy(block, next);
-            next = slot_of(block + 1, i);
+            slots_of(next, block + 1, slot_of);
         }
+#if HOPPER
         if (is_cluster) cluster_meet(), cluster_part();
+#endif
         return;
     }
     find_largest(shared, raw, part, lane);
@@ -205,6 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #endif
     Query query;
     keep_query(shared, query, raw, part, scale_log2, lane);
+    if (COPY_BETWEEN) wait_for_copies();
     meet();
     float o[VALUE_TILES][NT][4] = {};
     State state;
@@ -215,19 +177,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         int step = block - begin, stage = (u32)step % STAGES;
         // With many heads, addresses are made anew in every step: registers do not suffice to keep them.
         if constexpr (!HOPPER && NT > 2) asm volatile("" : "+r"(lane), "+r"(warp));
-        barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);
+        if (!COPY_BETWEEN) barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);
         multiply_queries(shared, stage, query, part, lane);
         // S is there, and nobody reads P or the stage before any more.
         meet();
-        if (!PRODUCERS && step && block + STAGES - 1 < end) {
+        bool refills = !PRODUCERS && step && block + STAGES - 1 < end;
+        if (HOPPER && refills) {
             copy(block + STAGES - 1, next);
-            next = slot_of(block + STAGES, i);
+            slots_of(next, block + STAGES, slot_of);
         }
         u32 factors;
         float reference_change;
         bool changed = exponentiate(shared, stage, state, warp, lane, factors, reference_change);
-        changed = meet_or(changed);  // P is there, and nobody reads S any more
-        multiply_values(shared, stage, o, changed, reference_change, factors, warp, lane);
+        if (COPY_BETWEEN) wait_for_copies();  // those of the next block: all warps know it after they have met
+        changed = meet_or(changed);           // P is there, and nobody reads S any more
+#if HOPPER || PRODUCERS
+        auto between = [](int) {};
+#else
+        int filled = (u32)(step + STAGES - 1) % STAGES, record = known_record(copier, lane, 0);
+        auto between = [&](int n) {
+            if (!refills) return;
+            // Made anew in each part: registers do not suffice to keep a place.
+            int slot = next[0];
+            asm volatile("" : "+r"(slot));
+            Pieces pieces(shared, filled, record, lane, place_of(block + STAGES - 1, slot, record));
+            if (n == 0) note_members(filled, slot, record), pieces.copy_scales(shared, filled, record, lane);
+            pieces.copy<2>(2 * n, lane);
+            if (n == PARTS - 1) slots_of(next, block + STAGES, slot_of);
+        };
+#endif
+        multiply_values(shared, stage, o, changed, reference_change, factors, warp, lane, between);
 #if PRODUCERS
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));

@@ -26,13 +26,17 @@
 constexpr int VALUE_PARTS = 4;
 constexpr int KEY_PARTS = WARPS / VALUE_PARTS / HEAD_PARTS;
 constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, in the first product
-constexpr int TOGETHER = HEAD_PARTS > 1 || SUMS < VALUE_PARTS ? 1 : KEY_TILES;  // of these, at a time
+constexpr int TOGETHER = (HEAD_PARTS > 1 && HELD == 8) || SUMS < VALUE_PARTS ? 1 : KEY_TILES;  // of these, at a time
 constexpr int QUERY_TILES = NT / HEAD_PARTS;  // tiles of 8 heads a warp, in the first product
 constexpr int TILES = NT / GROUP;         // tiles of a query row
 static_assert(NT % GROUP == 0, "a query row takes whole tiles");
-static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES * WARPS / 2 < 16), "barriers are few");
+static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES * WARPS / 2 < 14), "barriers are few");
 static_assert(NT % HEAD_PARTS == 0, "warps take whole tiles");
-constexpr int ARRIVALS = (HOPPER ? COPIERS : THREADS) + (LAYOUT == 0 ? 0 : KEYS);  // on a stage's barrier, by a filling
+// Whether warps that multiply copy, too, piece by piece in between, without a barrier for each stage: see sparse_mla_copies.cuh.
+constexpr bool COPY_BETWEEN = !HOPPER && !PRODUCERS;
+constexpr bool WRITES = LAYOUT == 1 || GROUP > 1;  // whether a copying warp writes to shared memory, too
+// On a stage's barrier, by a filling.
+constexpr int ARRIVALS = HOPPER ? COPIERS + (LAYOUT == 0 ? 0 : KEYS) : 32 * COPIERS + (WRITES ? COPIERS : 0);
 constexpr int STEPS = 32 / VALUE_PARTS;  // steps of 16 values that a warp multiplies with the query
 #if LAYOUT == 0
 constexpr int SCALED = 8;        // steps that share a scale
@@ -80,7 +84,9 @@ struct Shared {
     alignas(16) float factor[HEADS];  // of S: the softmax scale times the power of two that the query row was divided by
     const int* indices[2];            // of the query row, in the two caches
     const u8* nothing[KEYS];          // what is copied for entries that do not count
+#if HOPPER
     alignas(16) u64 from[COPIERS][COPIES];  // where the records are that a warp copies next
+#endif
     alignas(8) u64 full[STAGES];      // a stage's records have arrived
 #if PRODUCERS
     u64 empty[STAGES];                // and nobody reads them any more

@@ -19,7 +19,7 @@
 #define MIN_BLOCKS 2  // blocks of an SM
 #endif
 #ifndef PRODUCERS
-#define PRODUCERS 0  // 4: so many warps more copy, for a block that has an SM alone: a warp that starts copies waits for them
+#define PRODUCERS 0  // so many warps more copy, for a block that has an SM alone: a warp that starts copies waits for them
 #endif
 #ifndef LANE_KEYS
 #define LANE_KEYS 2  // neighbouring keys that a lane exponentiates
@@ -45,7 +45,6 @@ constexpr int P_STRIDE = KEYS + 8;  // halves between heads of P: 8 rows of a ma
 constexpr int O_STRIDE = 516;       // floats between heads of a share's output in shared memory
 constexpr bool EMPTIES = PRODUCERS || TEAMS > 1;  // whether warps say that they have read a stage; else the block meets
 static_assert(HEADS * LANES % (32 * MEMBERS) == 0, "warps take whole columns");
-static_assert(HOPPER || !PRODUCERS, "warps that only copy leave their registers to others on SM90");
 static_assert(TEAMS == 1 || (!HOPPER && !PRODUCERS), "a cluster has room for the output of one team a block");
 static_assert(PRODUCERS || STAGES > TEAMS, "a stage is filled TEAMS steps after it was read");
 

@@ -44,6 +44,7 @@ class FewHeadsVariant:
         keys: entries that a block attends at a time: a step.
         stages: steps in shared memory.
         producers: warps that only copy, beside those that multiply; 0: these copy too.
+        eager: a call gets it as soon as the device has room for `least_room` shares.
     """
 
     tiles: int
@@ -51,6 +52,7 @@ class FewHeadsVariant:
     keys: int = 64
     stages: int = 2
     producers: int = 0
+    eager: bool = False
 
     @property
     def threads(self) -> tuple[int, int, int]:
@@ -71,9 +73,9 @@ class FewHeadsVariant:
     def least_room(self, heads: int) -> int:
         """Shares that the device has to have room for, for a call of so many heads to get it; 0: for the most.
 
-        As measured, where a block has an SM alone: a second group of heads reads the same records again.
+        As measured on SM90, where a block has an SM alone: a second group of heads reads the same records again.
         """
-        if not self.producers:
+        if not self.eager:
             return 0
         return 8 if heads > self.heads and self.tiles == 1 else 2
 

@@ -74,7 +74,7 @@ class RowsVariant(FewHeadsVariant):
         return sum(parts)
 
 
-VARIANTS = tuple(RowsVariant(tiles=tiles, blocks=1, producers=4) for tiles in (1, 2, 4))
+VARIANTS = tuple(RowsVariant(tiles=tiles, blocks=1, producers=4, eager=True) for tiles in (1, 2, 4))
 PORTABLE_VARIANTS = (
     RowsVariant(tiles=1, keys=32, blocks=1),
     RowsVariant(tiles=2, keys=32, blocks=1),

@@ -1,7 +1,7 @@
 // The three steps of sparse_mla.cu on a block of keys: S = K Q^T, P = exp(S), O = V^T P.
 #pragma once
 
-#include "sparse_mla_block.cuh"
+#include "sparse_mla_copies.cuh"
 
 // Steps that share a scale: codes of a warp's tiles of 16 keys times the queries.
 DEVICE void multiply_codes(float (&acc)[TOGETHER][QUERY_TILES][4], u32 address, const Shared& shared, const Query& query,
@@ -138,7 +138,9 @@ struct State : Softmax<COLUMNS> {
 DEVICE bool exponentiate(Shared& shared, int stage, State& state, int warp, int lane,
                          u32& factors, float& reference_change) {
     int pair = lane % LANES, rows[2] = {row_of(pair, 0), row_of(pair, 1)};
-    float sums[COLUMNS][2];
+    float sums[COLUMNS][2], scales[COLUMNS];
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) scales[j] = shared.factor[column_of(warp, lane, j)];
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
         const float* s = shared.s[0] + column_of(warp, lane, j) * S_STRIDE + 2 * pair;
@@ -196,12 +198,11 @@ DEVICE bool exponentiate(Shared& shared, int stage, State& state, int warp, int 
     bool exceeds = false;
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
-        float scale = shared.factor[column_of(warp, lane, j)];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             // The code of NaN may have made an infinity: see `key_codes`.
             float added = NATIVE_FP8 ? bias[i] : sums[j][i] * 0.f + bias[i];
-            sums[j][i] = sums[j][i] * scale + added;
+            sums[j][i] = sums[j][i] * scales[j] + added;
 #if GROUP > 1
             if (!(members[i] >> query_of(column_of(warp, lane, j)) & 1)) sums[j][i] = -infinity();
 #endif
@@ -233,9 +234,10 @@ DEVICE bool exponentiate(Shared& shared, int stage, State& state, int warp, int 
     return changed;
 }
 
-// O of a warp's 64 values of every row.
+// O of a warp's 64 values of every row. `between(n)` is called after the nth part of the products.
+template <typename Between>
 DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][NT][4], bool changed, float reference_change,
-                            u32 factors, int warp, int lane) {
+                            u32 factors, int warp, int lane, Between between) {
     int t = lane & 3, matrix = lane >> 3, j = lane & 7;
     if (changed) {
 #pragma unroll
@@ -272,6 +274,7 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][N
                 ldmatrix_transposed(a, v_address + k * 16 * ROW + m * 32);
 #pragma unroll
                 for (int n = 0; n < NT; ++n) mma_bf16(o[m][n], a, b[n][0], b[n][1]);
+                if (m % 2) between((k * VALUE_TILES + m) / 2);
             }
         }
         return;
@@ -305,6 +308,7 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][N
 #pragma unroll
                 for (int n = 0; n < NT; ++n) mma_f16(o[m + half][n], a, b[n][0], b[n][1]);
             }
+            between((k * VALUE_TILES + m) / 2);
         }
     }
 }

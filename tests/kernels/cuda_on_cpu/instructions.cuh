@@ -118,9 +118,10 @@ DEVICE void arrive_with_copies(u32 barrier) {
     arrivals.push_back({barrier, std::move(started[threadIdx.x])});
     started[threadIdx.x].clear();
 }
-DEVICE void copy_8_bytes(u32 destination, const void* source, u32 barrier) {
-    started[threadIdx.x].push_back({destination, source, 8});
-    arrive_with_copies(barrier);
+DEVICE void copy_8_bytes(u32 destination, const void* source) { started[threadIdx.x].push_back({destination, source, 8}); }
+DEVICE void wait_for_copies() {
+    for (const Copy& copy : started[threadIdx.x]) std::memcpy(shared_pointer(copy.to), copy.from, copy.bytes);
+    started[threadIdx.x].clear();
 }
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
     turns.wait([&] {

@@ -1,0 +1,112 @@
+// How the records of sparse_mla.cu's cache come to shared memory: on SM90 by bulk copies, elsewhere in pieces of 16 bytes.
+//
+// A warp that starts more copies than the SM takes at once waits for them. So warps of their own copy, if registers
+// suffice for these; else the warps that multiply start a few copies after each part of a product, two blocks of keys
+// ahead. These need no barrier in shared memory: each thread waits for its own before the block meets.
+#pragma once
+
+#include "sparse_mla_block.cuh"
+
+struct Entry {
+    const u8* record;
+    const u8* scales;  // v4_fp8 only
+    bool valid;
+};
+
+// Where the record of a slot of the first or the second cache lies; `nothing` for one that does not count.
+DEVICE Entry find_entry(const Scope& first, const Scope& second, bool is_first, int slot, const u8* nothing) {
+    is_first |= !HAS_EXTRA;
+    // Field by field: a reference to either would put both into local memory.
+    u32 num_slots = is_first ? first.num_slots : second.num_slots;
+    int shift = is_first ? first.page_shift : second.page_shift;
+    int size = is_first ? first.page_size : second.page_size;
+    i64 stride = is_first ? first.page_stride : second.page_stride;
+    const u8* data = is_first ? first.data : second.data;
+    if ((u32)slot >= num_slots) return {nothing, nothing, false};
+#if FLAT
+    return {data + (i64)slot * COPIED, nothing, true};
+#endif
+    int page = shift >= 0 ? slot >> shift : slot / size;
+    int position = slot - page * size;
+    const u8* start = data + page * stride;
+#if LAYOUT == 0
+    return {start + position * COPIED, nothing, true};
+#else
+    return {start + position * COPIED, start + size * COPIED + position * 8, true};
+#endif
+}
+
+// Whether a record counts, and its scales, to a stage; by the one lane that `knows_first`.
+DEVICE void copy_scales_of(Shared& shared, int stage, int record, const Entry& entry) {
+#if LAYOUT == 1
+    shared.valid[stage][record] = entry.valid;
+    copy_8_bytes(shared_address(&shared.scales[stage][record]), entry.scales);
+#endif
+}
+
+#if HOPPER
+constexpr int KNOWN = 1;  // records of a warp whose places a lane knows: record number lane % COPIES
+DEVICE int known_record(int copier, int lane, int) { return copier * COPIES + lane % COPIES; }
+DEVICE bool knows_first(int lane) { return lane < COPIES; }  // of the lanes that know the same record
+
+// A warp copies COPIES records.
+DEVICE void start_copies(Shared& shared, int stage, int copier, int record, int lane, const Entry& entry) {
+    u32 full = shared_address(&shared.full[stage]);
+    if (LAYOUT == 1 && knows_first(lane)) {
+        copy_scales_of(shared, stage, record, entry);
+        arrive_with_copies(full);
+    }
+    __syncwarp();  // nobody reads those of the copies before any more
+    if (lane < COPIES) shared.from[copier][lane] = (u64)entry.record;
+    __syncwarp();
+    copy_in_bulk<COPIED, ROW>(shared, stage, copier, full);
+}
+#else
+// Eight lanes copy a record, 128 bytes at a time: nothing is read from shared memory behind a copy, which would wait for it.
+constexpr int TEAM = 8;
+constexpr int KNOWN = COPIES * TEAM / 32;
+static_assert(KNOWN >= 1 && COPIES * TEAM % 32 == 0, "a warp's lanes copy whole records");
+DEVICE int known_record(int copier, int lane, int k) { return copier * COPIES + k * (32 / TEAM) + lane / TEAM; }
+DEVICE bool knows_first(int lane) { return lane % TEAM == 0; }
+
+constexpr int PIECES = (COPIED / 16 + TEAM - 1) / TEAM;  // that a lane copies of a record
+constexpr int PARTS = KEYS / 16 * VALUE_TILES / 2;       // of a block's second product: see `multiply_values`
+static_assert(!COPY_BETWEEN || (KNOWN == 1 && STAGES == 3 && PIECES <= 2 * PARTS), "two pieces of a record in each part");
+
+// A lane's pieces of a record.
+struct Pieces {
+    u32 to;
+    Entry entry;
+
+    DEVICE Pieces(Shared& shared, int stage, int record, int lane, const Entry& entry)
+        : to(shared_address(&shared.records[stage][record * ROW]) + lane % TEAM * 16), entry(entry) {}
+
+    // So many from number `first` on.
+    template <int COUNT>
+    DEVICE void copy(int first, int lane) const {
+        const u8* from = entry.record + lane % TEAM * 16;
+#pragma unroll
+        for (int k = first; k < first + COUNT; ++k)
+            if ((k + 1) * TEAM * 16 <= COPIED || (k < PIECES && lane % TEAM < COPIED / 16 % TEAM))
+                copy_16_bytes(to + k * TEAM * 16, from + k * TEAM * 16);
+    }
+
+    DEVICE void copy_scales(Shared& shared, int stage, int record, int lane) const {
+        if (knows_first(lane)) copy_scales_of(shared, stage, record, entry);
+    }
+};
+
+DEVICE void start_copies(Shared& shared, int stage, int, int record, int lane, const Entry& entry) {
+    Pieces pieces(shared, stage, record, lane, entry);
+    pieces.copy_scales(shared, stage, record, lane);
+    pieces.copy<PIECES>(0, lane);
+}
+#endif
+
+// Arrives at a stage's barrier: when the copies of this thread are there, and for what the warp has written itself.
+DEVICE void finish_copies(u32 full, int lane) {
+    arrive_with_copies(full);
+    if (!WRITES) return;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(full);
+}
