@@ -88,10 +88,10 @@ class Variant(FewHeadsVariant):
 # `held` as measured: 4 leaves 16 heads the registers that they lack.
 VARIANTS = (Variant(tiles=1, blocks=2, held=8), Variant(tiles=2, blocks=2, held=4), Variant(tiles=4, blocks=1, held=8))
 PORTABLE_VARIANTS = (
-    Variant(tiles=1, blocks=1, held=8, producers=4),
+    Variant(tiles=1, blocks=1, held=8, producers=2),
     Variant(tiles=2, blocks=1, held=8, sums=2, producers=2),
     Variant(tiles=4, blocks=1, held=8, keys=32, stages=3),
-    Variant(tiles=8, blocks=1, held=4, keys=32, stages=3, head_parts=2),
+    Variant(tiles=8, blocks=1, held=3, keys=32, stages=3, head_parts=2),
     Variant(tiles=8, blocks=1, held=8, keys=32, stages=3, head_parts=2, sums=2),
 )
 """For other GPUs than SM90, one block an SM. The fastest of those tried on an H100: as SM80 the last but one, which needs
