@@ -16,11 +16,8 @@ from nsa_plugin.backends.common.v4 import LAYOUT, RATIOS, CacheSelection
 from nsa_plugin.backends.vllm.v4 import attention as v4_attention
 from nsa_plugin.backends.vllm.v4.batch import ATTRIBUTE, V4Batch, planned_swa_builder
 from nsa_plugin.backends.vllm.v4.routes import VllmV4Planner, own_kernels, path
-from nsa_plugin.decision import timings
-from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import NoProviderError, PatchError
 from nsa_plugin.kernels.kv_cache import allocate_cache
-from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.patches.ledger import is_marked, mark
 from nsa_plugin.settings import Settings
 from tests.backends.counted import Counted
@@ -286,48 +283,9 @@ def test_a_batch_that_vllm_splits_elsewhere():
 
 def test_steps_take_the_stock_path_unless_a_setting_picks_a_library():
     assert path(planner().step_plan(4, 4, 1)) == DECODE_KERNEL
-    assert planner().steps_left.endswith("no kernel was timed for 4 heads and 128 selected tokens on SM90")
     assert path(planner(decode_backend="triton").step_plan(4, 4, 1)) == DIRECT
-    assert planner(decode_backend="triton").steps_left == ""
     with pytest.raises(NoProviderError):
         planner(CPU).step_plan(4, 4, 1)
-
-
-@pytest.fixture
-def v4_decode_timed(monkeypatch: pytest.MonkeyPatch) -> ModelShape:
-    """Times of decode steps of the returned DeepSeek-V4: the plugin's kernel is quicker, but for many requests of 8
-    heads."""
-    few, many = ((1, 10.0), (512, 90.0)), ((1, 10.0), (512, 300.0))
-    flash_mla = ((1, 20.0), (512, 200.0))
-    times: timings.Timings = {
-        (90, "sparse_mla_decode", "v4_fp8"): {
-            "cuda sparse_decode": {8: many, 16: few, 64: few},
-            "flash_mla sparse_decode": dict.fromkeys((8, 16, 64), flash_mla),
-        }
-    }
-    monkeypatch.setattr(timings, "TIMINGS", times)
-    return ModelShape(
-        family="v4", num_heads=8, kv_layout="v4_fp8", index_topk=512, index_n_heads=64, sliding_window=128
-    )
-
-
-@pytest.mark.parametrize(
-    ("heads", "requests", "expected"),
-    [(8, 1, DIRECT), (8, 512, DECODE_KERNEL), (16, 512, DIRECT), (64, 1, DECODE_KERNEL)],
-)
-def test_steps_of_few_heads_take_the_quicker_kernel(
-    heads: int, requests: int, expected: str, v4_decode_timed: ModelShape
-):
-    timed = planner(synthetic(90, libraries=("cuda", "triton", "flash_mla")))
-    timed.model = replace(v4_decode_timed, num_heads=heads)
-    assert path(timed.step_plan(requests, requests, 1)) == expected
-    assert bool(timed.steps_left) == (heads == 64)
-    verified = planner(timed.device, step_tokens=4)
-    verified.model = timed.model
-    assert path(verified.step_plan(requests, 4 * requests, 4)) == expected
-    named = planner(timed.device, decode_backend="flash_mla")
-    named.model = timed.model
-    assert path(named.step_plan(requests, requests, 1)) == DECODE_KERNEL
 
 
 @pytest.mark.parametrize("heads", [4, 64])
