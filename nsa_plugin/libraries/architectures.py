@@ -27,6 +27,11 @@ SHARED_MEMORY_PER_BLOCK = MappingProxyType(
 )
 """Bytes by SM version (compute capability 9.0 is 90). `probe` reads the device itself where torch reports it."""
 
+TENSOR_OPERATIONS = MappingProxyType({80: 2048, 86: 1024, 89: 1024, 90: 4096, 120: 1024})
+"""Float16 operations with float32 sums that an SM's tensor cores do in a clock at most, by SM version: of an A100 (312
+TFLOPS, 108 SMs, 1.41 GHz), A40 (149.7, 84, 1.74), L40S (362, 142, 2.52), H100 (989.4, 132, 1.83) and RTX PRO 6000
+(503.8, 188, 2.62). GeForce GPUs do half of that. Source: NVIDIA's data sheets, without sparsity."""
+
 FIRST_WITH_FP8 = 89
 """The first SM version that converts e4m3 by an instruction."""
 

@@ -94,8 +94,8 @@ PORTABLE_VARIANTS = (
     Variant(tiles=8, blocks=1, held=3, keys=32, stages=3, head_parts=2),
     Variant(tiles=8, blocks=1, held=8, keys=32, stages=3, head_parts=2, sums=2),
 )
-"""For other GPUs than SM90, one block an SM. The fastest of those tried on an H100: as SM80 the last but one, which needs
-more shared memory than the 99 KiB of SM86, and as SM86 the others."""
+"""For other GPUs than SM90, one block an SM: the fastest of those tried on an H100. The last but one needs more shared
+memory than the 99 KiB of SM86."""
 
 
 ALONE = (

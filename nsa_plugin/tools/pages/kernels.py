@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nsa_plugin.libraries.architectures import shared_memory_per_block
+from nsa_plugin.libraries.architectures import TENSOR_OPERATIONS, name_of, shared_memory_per_block
 from nsa_plugin.tools.bench.cases import SUITES, describe_fields
 from nsa_plugin.tools.bench.record import BACK_TO_BACK_SUITE, PORTABLE, RIVALS_SUITE, suite_name
 from nsa_plugin.tools.bench.tables import grouped
@@ -15,6 +15,8 @@ from nsa_plugin.tools.records import Row
 
 _TOP_K = {"sgl_kernel.fast_topk_v2": "SGLang's", "vllm.top_k_per_row_prefill": "vLLM's"}
 """The engines' top-k kernels, which a suite measures only where the engines are installed."""
+HIGHEST_CLOCKS = {"H100 80GB HBM3": (132, 1.98), "H200": (132, 1.98)}
+"""SMs and the highest clock that nvidia-smi reports, in GHz, of the GPUs that have emulated others."""
 
 
 def page(path: Path, record: Row) -> str:
@@ -25,7 +27,9 @@ def page(path: Path, record: Row) -> str:
     parts.append(_provenance(path, record))
     for op in dict.fromkeys(row["op"] for row in record["rows"]):
         rows = [row for row in record["rows"] if row["op"] == op]
-        parts.append(op_table(op, rows, with_rates=bool(record["host"].get("emulates"))))
+        host = record["host"]
+        limit = (name_of(host["emulates"]), emulated_tflops(host)) if "emulates" in host else None
+        parts.append(op_table(op, rows, emulated=limit))
         if crossover := crossovers(rows):
             parts.append(crossover)
     for kind, title in (("refused", "Not supported"), ("failed", "Failed, so not timed")):
@@ -93,6 +97,8 @@ def _provenance(path: Path, record: Row) -> str:
             f", the plugin's kernels as on SM{sm} ({shared_memory_per_block(sm) >> 10} KiB of shared memory for a "
             f"block{held}, fp8 codes multiplied as float16); the floor is the limit at this GPU's copy and bf16 rates"
         )
+        if most := emulated_tflops(host):
+            emulated += f"; {name_of(sm)}'s tensor cores, as many and at this GPU's highest clock: {most:.0f} TFLOPS"
     facts = {
         "Record": f"[{path.name}]({path.name}), {record['date']}, commit {host['commit'] or 'unknown'}",
         "Command": f"`{record['command']}`",
@@ -102,11 +108,19 @@ def _provenance(path: Path, record: Row) -> str:
     return "\n".join(f"- {name}: {value}" for name, value in facts.items())
 
 
-def op_table(op: str, rows: Sequence[Row], *, with_rates: bool = False) -> str:
+def emulated_tflops(host: Row) -> float:
+    """What the tensor cores of an emulated GPU would do at most, with as many SMs as the real one and at its highest
+    clock; 0 if that is not known."""
+    found = [sms * ghz for name, (sms, ghz) in HIGHEST_CLOCKS.items() if name in host["gpu"]]
+    return found[0] * TENSOR_OPERATIONS.get(host["emulates"], 0) / 1e3 if found else 0.0
+
+
+def op_table(op: str, rows: Sequence[Row], *, emulated: tuple[str, float] | None = None) -> str:
     """One line for each case: the floor, every provider's median and speed-up, and the best time over the floor.
 
     Args:
-        with_rates: also each provider's achieved TFLOPS and its share of the floor's limit.
+        emulated: the name of an emulated GPU's architecture and its `emulated_tflops`. Then also each provider's
+            achieved TFLOPS and its share of the floor's limit, and the plugin's of the emulated tensor cores.
     """
     varying, constant = _split_case([row["case"] for row in rows])
     providers = list(dict.fromkeys(row["provider"] for row in rows))
@@ -124,7 +138,7 @@ def op_table(op: str, rows: Sequence[Row], *, with_rates: bool = False) -> str:
             [
                 *(str(fields.get(name, "")) for name in varying),
                 _us(best["floor_us"]),
-                *(_cell(by_provider.get(name), with_rates) for name in providers),
+                *(_cell(by_provider.get(name), emulated) for name in providers),
                 f"{best['median_us'] / best['floor_us']:.2f}" if best["floor_us"] else "-",
             ]
         )
@@ -144,13 +158,16 @@ def _split_case(cases: Sequence[Row]) -> tuple[list[str], Row]:
     return varying, {name: cases[0][name] for name in names if name not in varying}
 
 
-def _cell(row: Row | None, with_rates: bool = False) -> str:
+def _cell(row: Row | None, emulated: tuple[str, float] | None = None) -> str:
     if row is None:
         return "-"
     is_baseline = row["provider"] == row["baseline"]
     notes = [] if row["speedup"] is None or is_baseline else [f"{row['speedup']:.2f}×"]
-    if with_rates and "tflops" in row:
+    if emulated and "tflops" in row:
         notes += [f"{row['tflops']:.0f} TFLOPS", f"{row['floor_us'] / row['median_us']:.0%} of the limit"]
+        name, most = emulated
+        if most and row["provider"].startswith(("cuda", "triton")):
+            notes.append(f"{row['tflops'] / most:.0%} of {name}'s tensor cores")
     notes += [f"{row['extra_mib']:.0f} MiB"] if "extra_mib" in row else []
     notes += [f"+ {_us(row[name])}" for name in ("up_projection_us", "absorb_us") if name in row]
     return _us(row["median_us"]) + (f" ({', '.join(notes)})" if notes else "")

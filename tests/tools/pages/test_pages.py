@@ -53,6 +53,19 @@ def test_without_a_baseline_no_speed_up_is_shown() -> None:
     assert "| 800.0 |" in text
 
 
+def test_an_emulated_gpu_shows_rates_and_shares() -> None:
+    host = {"gpu": "NVIDIA H100 80GB HBM3", "emulates": 86}
+    most = kernels.emulated_tflops(host)
+    assert most == pytest.approx(132 * 1.98 * 1024 / 1e3)
+    assert kernels.emulated_tflops(host | {"gpu": "another"}) == kernels.emulated_tflops(host | {"emulates": 70}) == 0
+    stock = row("stock", 800.0, tflops=200.0)
+    ours = row("cuda, unions", 800.0, tflops=201.0)
+    for limit, share in ((most, ", 75% of SM86's tensor cores"), (0.0, "")):
+        text = kernels.op_table("sparse_mla_prefill", [stock, ours], emulated=("SM86", limit))
+        assert "| 800.0 (200 TFLOPS, 50% of the limit) |" in text
+        assert f"201 TFLOPS, 50% of the limit{share}) |" in text
+
+
 def test_a_page_beside_each_record_has_its_provenance_gaps_and_plot(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks"
     path = record.write(one_record(ROWS), folder)
