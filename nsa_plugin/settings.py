@@ -102,8 +102,9 @@ def _parse_trace(value: object) -> str:
     try:
         return "log" if _parse_bool(value) else "off"
     except ValueError:
-        if value in ("log", "off"):
-            return str(value)
+        word = value.strip().lower() if isinstance(value, str) else value
+        if word in ("log", "off"):
+            return str(word)
         raise ValueError("off, log, or a path that ends in .jsonl") from None
 
 

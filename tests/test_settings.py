@@ -65,6 +65,8 @@ def test_every_setting_says_what_is_allowed_and_what_it_does() -> None:
         ("token_shard", False, "off"),
         ("large_q_rows", 0, 0),
         ("trace", "log", "log"),
+        ("trace", " Log ", "log"),
+        ("trace", "OFF", "off"),
         ("trace", True, "log"),
         ("trace", "0", "off"),
         ("trace", " /tmp/a.jsonl ", "/tmp/a.jsonl"),

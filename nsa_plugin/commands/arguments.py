@@ -54,7 +54,8 @@ def above_zero(text: str, unit: str, end: float = math.inf) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < end:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit} above 0")
+        below = f" and below {end:,.0f}" if end < math.inf else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit} above 0{below}")
     return value
 
 

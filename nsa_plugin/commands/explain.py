@@ -182,6 +182,11 @@ def _model(args: argparse.Namespace) -> ModelShape:
         dims["index_topk"] = args.index_topk
     if args.heads:
         dims["num_heads"] = args.heads * args.tp
+    heads = dims.get("num_heads", ModelShape.num_heads)
+    if heads % args.tp:
+        raise SettingsError(f"--tp is {args.tp}; allowed: what divides the {heads} heads of {args.model}")
+    if args.tp % args.dcp:
+        raise SettingsError(f"--dcp is {args.dcp}; allowed: what divides --tp, {args.tp}")
     v4 = args.model == "v4"
     if v4 and args.kv_dtype == "bf16":
         allowed = ", ".join(name for name, dtype in _KV_DTYPES.items() if dtype != "bf16")
@@ -193,6 +198,9 @@ def _model(args: argparse.Namespace) -> ModelShape:
 
 def _batch(args: argparse.Namespace) -> BatchShape:
     if Phase(args.phase) is Phase.IDLE:
+        given = [name for name in ("requests", "q_tokens", "max_kv", "total_kv") if getattr(args, name)]
+        if given:
+            raise ShapeError(f"an idle batch has no requests: leave out {_flags(given)}")
         return BatchShape(phase=Phase.IDLE)
     decode = Phase(args.phase) is Phase.DECODE
     requests = args.requests or ((args.q_tokens or 1) if decode else 1)
@@ -201,16 +209,20 @@ def _batch(args: argparse.Namespace) -> BatchShape:
         raise ShapeError(
             f"a decode batch has one query token a request: --q-tokens is {q_tokens}, --requests {requests}"
         )
+    if 0 < q_tokens < requests:
+        raise ShapeError(f"each request has a query token at least: --q-tokens is {q_tokens}, --requests {requests}")
     max_kv = q_tokens if args.max_kv is None else args.max_kv
     total_kv = max_kv * requests if args.total_kv is None else args.total_kv
     if max_kv * requests < q_tokens:
         raise ShapeError(
             f"--max-kv {max_kv} for {count(requests, 'request')} allows fewer tokens than --q-tokens {q_tokens}"
         )
-    if not q_tokens <= total_kv <= max_kv * requests:
+    # One request has the most, and the others their query tokens, of which each has one.
+    least = max(q_tokens, max_kv + requests - 1) if q_tokens else max_kv
+    if not least <= total_kv <= max_kv * requests:
         raise ShapeError(
-            f"--total-kv is {total_kv}; allowed with --q-tokens {q_tokens}, --max-kv {max_kv} and {requests} "
-            f"requests: {q_tokens} to {max_kv * requests}"
+            f"--total-kv is {total_kv}; allowed with --q-tokens {q_tokens}, --max-kv {max_kv} and "
+            f"{count(requests, 'request')}: {least} to {max_kv * requests}"
         )
     return BatchShape(
         phase=Phase(args.phase),
@@ -225,6 +237,10 @@ def _batch(args: argparse.Namespace) -> BatchShape:
         context_parallel=args.context_parallel,
         attention_workspace_tokens=args.workspace_tokens,
     )
+
+
+def _flags(names: list[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def _device(args: argparse.Namespace) -> DeviceProfile:
@@ -254,6 +270,11 @@ def _parts(
         return [(None, batch, decide(model, batch, device, settings, constraints))]
     if any(getattr(args, name) is not None for name in ("requests", "q_tokens", "max_kv", "total_kv")):
         raise SettingsError("--lengths replaces --requests, --q-tokens, --max-kv and --total-kv: give one or the other")
+    most = max((tokens for tokens, _ in args.lengths), default=0)
+    if Phase(args.phase) is Phase.DECODE and most > 1:
+        raise ShapeError(f"a decode batch has one query token a request: --lengths has one of {most}")
+    if Phase(args.phase) is Phase.IDLE and most:
+        raise ShapeError("an idle batch has no requests: leave out --lengths")
     parts = partition(
         model,
         [tokens for tokens, _ in args.lengths],

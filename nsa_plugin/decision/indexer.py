@@ -62,7 +62,7 @@ def topk_plan(case: Case, route: Route, *, shared: bool = False) -> tuple[Indexe
         return {
             "indexer": selected + (", by the rank that attends to them" if shared else ""),
             "indexer.provider": _why_unpaged(case, unpaged) if unpaged else why_first,
-            "indexer.rows_per_chunk": _why_rows_per_chunk(case, route),
+            "indexer.rows_per_chunk": ("bounds the memory: " if unpaged else "") + _why_rows_per_chunk(case, route),
             "indexer.metadata_provider": why_metadata,
         }
 

@@ -148,12 +148,16 @@ def emulating(profile: DeviceProfile, sm: int) -> DeviceProfile:
     if profile.kind != "cuda" or profile.sm < sm:
         raise ValueError(f"{profile.where} cannot emulate {name_of(sm)}")
     smem = shared_memory_per_block(sm)
-    libraries = {
-        name: on_device(MANIFEST[name], (found.distribution, found.version, found.module), sm, smem)
-        if found.available
-        else found
-        for name, found in profile.libraries.items()
-    }
+
+    def emulated(name: str, found: InstalledLibrary) -> InstalledLibrary:
+        build = found.distribution, found.version, found.module
+        without_kernels = on_device(MANIFEST[name], build, profile.sm, profile.smem_per_block).reason
+        # A library that fails for another reason, as its import may, fails for it here, too.
+        if found.available or found.reason == without_kernels:
+            return on_device(MANIFEST[name], build, sm, smem)
+        return found
+
+    libraries = {name: emulated(name, found) for name, found in profile.libraries.items()}
     name = f"{profile.name} emulating {name_of(sm)}"
     return replace(profile, name=name, sm=sm, smem_per_block=smem, libraries=libraries)
 

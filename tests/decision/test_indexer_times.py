@@ -76,6 +76,7 @@ def test_the_reason_has_the_times() -> None:
         "(H200, 4096 query tokens, 65536 keys)"
     )
     assert plan.indexer.metadata_provider == ""
+    assert plan.reasons["indexer.rows_per_chunk"].startswith("bounds the memory: the logits of ")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import pytest
 
 from nsa_plugin.decision.shapes import FAMILY_LAYOUTS
 from nsa_plugin.libraries.capabilities import Capability, Op
-from nsa_plugin.libraries.devices import GIB, synthetic
+from nsa_plugin.libraries.devices import GIB, emulating, synthetic
 from nsa_plugin.libraries.manifest import MANIFEST
 from nsa_plugin.libraries.probe import probe
 
@@ -462,3 +463,12 @@ def test_without_torch_the_device_is_unknown_and_not_called_a_cpu(site: Site, mo
     assert (device.kind, device.where) == ("unknown", "an unknown device")
     assert device.describe() == "torch is not installed, so the device is unknown"
     assert {(library.available, library.reason) for library in device.libraries.values()} == {(False, device.name)}
+
+
+def test_an_emulated_gpu_has_its_own_reasons() -> None:
+    device = synthetic(90)
+    broken = replace(device.libraries["fa3"], available=False, capabilities=(), reason="it does not import")
+    found = emulating(replace(device, libraries=device.libraries | {"fa3": broken}), 86).libraries
+    assert "this device is SM86" in found["trtllm"].reason == emulating(device, 86).libraries["trtllm"].reason
+    assert found["fa3"].reason == "it does not import"
+    assert found["cuda"].available
