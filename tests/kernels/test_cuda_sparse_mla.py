@@ -112,6 +112,7 @@ def test_every_variant_that_a_batch_may_use_is_built_with_the_first():
     [
         (80, "v32_fp8", 16, [1, 2]),
         (80, "v32_fp8", 8, [1]),
+        (80, "v32_fp8", 128, [1, 2, 4, 8]),
         (86, "v32_fp8", 16, [1, 2]),
         (86, "v32_fp8", 24, [1, 2, 4]),
         (89, "v4_fp8", 64, [1, 2, 4, 8]),
@@ -122,7 +123,10 @@ def test_every_variant_that_a_batch_may_use_is_built_with_the_first():
 )
 def test_variants_by_the_shared_memory_of_a_block(sm, layout, heads, tiles):
     facts = DeviceFacts(sms=100, architecture=sm, shared_memory=shared_memory_per_block(sm))
-    assert [one.tiles for one in sparse_mla.possible_variants(heads, layout, facts)] == tiles
+    found = list(sparse_mla.possible_variants(heads, layout, facts))
+    assert [one.tiles for one in found] == tiles
+    if sm != 90 and tiles[-1] == 8:
+        assert found[-1].sums == (4 if sm == 80 else 2), "where shared memory suffices, no two sums share theirs"
 
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])

@@ -131,8 +131,8 @@ def test_what_does_not_fit_is_attended_token_by_token(monkeypatch, sm, topk, alo
         (86, 8, 4, 8),
         (86, 9, 2, 16),
         (120, 16, 2, 16),
-        (89, 17, 2, 32),
-        (86, 64, 2, 32),
+        (89, 17, 2, 16),
+        (86, 64, 2, 16),
     ],
 )
 def test_each_gpu_has_the_forms_that_were_made_for_it(sm, heads, group, taken):

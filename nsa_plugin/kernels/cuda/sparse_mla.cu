@@ -158,6 +158,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         }
 #if HOPPER
         if (is_cluster) cluster_meet(), cluster_part();
+#else
+        wait_for_copies();  // a thread that copies stays until its copies are there
 #endif
         return;
     }

@@ -110,11 +110,12 @@ def possible_variants(heads: int, layout: str, facts: DeviceFacts) -> Mapping[Va
     """Those that calls with this many query heads may use on a device, first those of blocks that have an SM alone; and
     the shared memory of a block in bytes."""
     hopper = facts.architecture == HOPPER
-    return {
-        variant: variant.shared_bytes(layout)
-        for known in ((ALONE, VARIANTS) if hopper else (PORTABLE_VARIANTS,))
-        for variant in up_to(heads, [one for one in known if one.shared_bytes(layout) <= facts.shared_memory])
-    }
+    possible: dict[Variant, int] = {}
+    for known in (ALONE, VARIANTS) if hopper else (PORTABLE_VARIANTS,):
+        # Of those with the same heads the first that fits.
+        fitting = {one.heads: one for one in reversed(known) if one.shared_bytes(layout) <= facts.shared_memory}
+        possible |= {one: one.shared_bytes(layout) for one in up_to(heads, [*reversed(fitting.values())])}
+    return possible
 
 
 def definitions(

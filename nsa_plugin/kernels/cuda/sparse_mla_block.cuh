@@ -26,7 +26,8 @@
 constexpr int VALUE_PARTS = 4;
 constexpr int KEY_PARTS = WARPS / VALUE_PARTS / HEAD_PARTS;
 constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, in the first product
-constexpr int TOGETHER = (HEAD_PARTS > 1 && HELD == 8) || SUMS < VALUE_PARTS ? 1 : KEY_TILES;  // of these, at a time
+// Of these, at a time: all where registers suffice, as with many heads if shared memory has some of the query's fragments.
+constexpr int TOGETHER = (HEAD_PARTS > 1 && HELD == 8) || SUMS < VALUE_PARTS ? 1 : KEY_TILES;
 constexpr int QUERY_TILES = NT / HEAD_PARTS;  // tiles of 8 heads a warp, in the first product
 constexpr int TILES = NT / GROUP;         // tiles of a query row
 static_assert(NT % GROUP == 0, "a query row takes whole tiles");

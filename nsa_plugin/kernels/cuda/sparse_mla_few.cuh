@@ -45,6 +45,7 @@ constexpr int P_STRIDE = KEYS + 8;  // halves between heads of P: 8 rows of a ma
 constexpr int O_STRIDE = 516;       // floats between heads of a share's output in shared memory
 constexpr bool EMPTIES = PRODUCERS || TEAMS > 1;  // whether warps say that they have read a stage; else the block meets
 static_assert(HEADS * LANES % (32 * MEMBERS) == 0, "warps take whole columns");
+static_assert((PRODUCERS & PRODUCERS - 1) == 0 && PRODUCERS <= WARPS, "warps that only copy are numbered by a mask");
 static_assert(TEAMS == 1 || (!HOPPER && !PRODUCERS), "a cluster has room for the output of one team a block");
 static_assert(PRODUCERS || STAGES > TEAMS, "a stage is filled TEAMS steps after it was read");
 

@@ -59,12 +59,11 @@ HOPPER_VARIANTS = (UnionVariant(tiles=2, blocks=2, held=4, group=2, least_shared
 Unions of four were slower with any overlap: 899 us where two took 768, at 95% (record
 `docs/benchmarks/h200/sparse-mla-prefill`)."""
 PORTABLE_VARIANTS = (
-    UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=4, least_shared=65),
-    UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=2, least_shared=65),
-    UnionVariant(tiles=8, blocks=1, held=8, keys=32, stages=3, sums=2, head_parts=2, group=2, least_shared=85),
+    UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=4, least_shared=77),
+    UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=2, least_shared=75),
 )
-"""For other GPUs: what 99 KiB of shared memory suffice for, one block an SM (record
-`docs/benchmarks/h100/portable-sparse-mla-prefill`)."""
+"""For other GPUs: what 99 KiB of shared memory suffice for, one block an SM. With 32 heads unions would be faster only
+where more than 92% are shared (record `docs/benchmarks/h100/portable-sparse-mla-prefill`)."""
 
 
 def variant_for(heads: int, facts: DeviceFacts) -> UnionVariant:
