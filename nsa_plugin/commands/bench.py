@@ -17,6 +17,9 @@ from nsa_plugin.tools.terminal import console
 
 REPORT = "report"
 RECORDS = Path("docs/benchmarks")
+BUDGET = 60.0
+MEASURING = ("--provider", "--budget", "--runs", "--back-to-back", "--portable", "--tiny", "--json", "--commit")
+REPORTING = ("--records", "--plots")
 
 _SUITES = textwrap.fill(", ".join(SUITES), 80, initial_indent="suites: ", break_on_hyphens=False)
 EPILOG = f"""{_SUITES}
@@ -52,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure only this provider and the stock path; may be given more than once "
         f"(every registered one but {REFERENCE})",
     )
-    option(measure, "--budget SECONDS", seconds, "for a suite, without compilation (%(default)g)", 60.0)
+    # Options have no default here, so that one given where it does nothing is noticed.
+    option(measure, "--budget SECONDS", seconds, f"for a suite, without compilation ({BUDGET:g})")
     option(measure, "--runs N", positive, "of each contender (as many as fit into 0.2 s)")
     back_to_back = "call after call without emptying the L2 cache, as published figures are measured"
     switch(measure, "--back-to-back", f"{back_to_back}; makes a separate record, which decides nothing")
@@ -62,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(measure, "--json DIR", Path, "write a record of each suite to DIR/<gpu>/")
     option(measure, "--commit HASH", str, "commit for the record, where the source is in no checkout")
     report = parser.add_argument_group(REPORT)
-    option(report, "--records DIR", Path, "where the records are (%(default)s)", RECORDS)
+    option(report, "--records DIR", Path, f"where the records are ({RECORDS})")
     switch(report, "--plots", "also draw an SVG next to each record; needs matplotlib")
 
 
@@ -70,11 +74,15 @@ def run(args: argparse.Namespace) -> int:
     if REPORT in args.suites:
         if args.suites != [REPORT]:
             raise BenchError(f"{REPORT} takes no suites")
-        return _report(args.records, plots=args.plots)
-    if args.plots:
-        raise BenchError(f"--plots belongs to: nsa-plugin bench {REPORT}")
+        if given := _given(args, ("--list", *MEASURING)):
+            raise BenchError(f"{REPORT} takes {' and '.join(REPORTING)}; leave out {given[0]}")
+        return _report(args.records or RECORDS, plots=args.plots)
+    if given := _given(args, REPORTING):
+        raise BenchError(f"{given[0]} belongs to: nsa-plugin bench {REPORT}")
     suites = selected_suites(args.suites)
     if args.list:
+        if given := _given(args, MEASURING):
+            raise BenchError(f"--list measures nothing; leave out {given[0]}")
         from nsa_plugin.tools.bench.tables import print_suites
 
         print_suites(console())
@@ -85,6 +93,12 @@ def run(args: argparse.Namespace) -> int:
         raise BenchError("--tiny makes no record; leave out --json")
     _check_providers(args.provider)
     return _measure(suites, args)
+
+
+def _given(args: argparse.Namespace, options: Iterable[str]) -> list[str]:
+    """Those of the options that the user gave."""
+    values = {name: getattr(args, name.removeprefix("--").replace("-", "_")) for name in options}
+    return [name for name, value in values.items() if value not in (None, False, [])]
 
 
 def _check_providers(wanted: Iterable[str]) -> None:
@@ -134,7 +148,7 @@ def _measure(suites: list[Suite], args: argparse.Namespace) -> int:
         with steps.step(suite.name) as update:
             cases = suite.tiny if args.tiny else suite.cases
             outcome = run_suite(
-                suite, cases, context, timer, rates, BenchOptions(args.budget, args.runs), update=update
+                suite, cases, context, timer, rates, BenchOptions(args.budget or BUDGET, args.runs), update=update
             )
         tables.print_outcome(out, suite.name, outcome)
         torch.cuda.empty_cache()
@@ -157,13 +171,16 @@ def _report(folder: Path, *, plots: bool) -> int:
 
     if not folder.is_dir():
         raise BenchError(f"--records is {folder}, which is no directory")
+    folder = folder.resolve()  # "." has no name
+    if not folder.name:
+        raise BenchError(f"--records is {folder}, which has no page beside it; allowed: a folder below it")
+    page = folder.with_name(f"{folder.name}.md")
     if plots:
         drawing.require()
         for records in read(folder).values():
             for path, record in records:
                 if drawing.draw(record, path.with_suffix(".svg")):
                     print(f"drew {path.with_suffix('.svg')}")
-    page = folder.with_suffix(".md")
     if not page.is_file():
         raise BenchError(f"{page} does not exist; its tables are written from the records")
     changed = rewrite(page, folder)

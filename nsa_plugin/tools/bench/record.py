@@ -16,7 +16,7 @@ wrong results are not among the rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,8 @@ _ROW_KEYS = frozenset(
     | {"max_error"}
 )
 _HOST_KEYS = frozenset({"gpu", "gpus", "torch", "triton", "libraries", "commit"})
+_HEAD: dict[str, type] = {"suite": str, "command": str, "date": str, "host": dict, "rows": list}
+_IN_JSON: dict[type, str] = {str: "a string", dict: "an object", list: "an array"}
 
 
 def describe_host(rates: Rates, *, l2: str, commit: str | None = None) -> dict[str, Any]:
@@ -85,17 +87,33 @@ def check(record: Any, where: str) -> dict[str, Any]:
     """Return the record if it has this schema.
 
     Raises:
-        BenchError: something is missing; the message names it and `where`.
+        BenchError: something is missing or of another type; the message names it and `where`.
+    """
+    return check_parts(record, where, {}, _ROW_KEYS)
+
+
+def check_parts(record: Any, where: str, more: Mapping[str, type], row_keys: frozenset[str]) -> dict[str, Any]:
+    """Return the record if it has what every record has, `more` at its top, and these keys in each row.
+
+    Args:
+        more: types of the keys that only this kind of record has: str, dict or list.
+
+    Raises:
+        BenchError: something is missing or of another type; the message names it and `where`.
     """
     if not isinstance(record, dict) or record.get("schema") != records.SCHEMA:
         raise BenchError(f"{where}: not a record of schema {records.SCHEMA}")
-    for name in ("suite", "command", "date", "host", "rows"):
+    for name, kind in {**_HEAD, **more}.items():
         if name not in record:
             raise BenchError(f"{where}: {name!r} is missing")
+        if not isinstance(record[name], kind):
+            raise BenchError(f"{where}: {name!r} is not {_IN_JSON[kind]}")
     if missing := _HOST_KEYS - record["host"].keys():
         raise BenchError(f"{where}: host lacks {', '.join(sorted(missing))}")
     for position, row in enumerate(record["rows"]):
-        if missing := _ROW_KEYS - row.keys():
+        if not isinstance(row, dict):
+            raise BenchError(f"{where}: row {position} is not {_IN_JSON[dict]}")
+        if missing := row_keys - row.keys():
             raise BenchError(f"{where}: row {position} lacks {', '.join(sorted(missing))}")
     return record
 
@@ -103,7 +121,7 @@ def check(record: Any, where: str) -> dict[str, Any]:
 def is_timing(record: Any) -> bool:
     """Whether a record holds timings: `docs/benchmarks` also has records of comparisons and of the demo."""
     rows = record.get("rows") if isinstance(record, dict) else None
-    return isinstance(rows, list) and bool(rows) and "median_us" in rows[0]
+    return isinstance(rows, list) and bool(rows) and isinstance(rows[0], dict) and "median_us" in rows[0]
 
 
 def write(record: Mapping[str, Any], folder: Path) -> Path:
@@ -113,6 +131,20 @@ def write(record: Mapping[str, Any], folder: Path) -> Path:
     return path
 
 
+def read_all(folder: Path) -> Iterator[tuple[Path, Any]]:
+    """What every FOLDER/<host>/*.json holds, of whatever kind, sorted by path.
+
+    Raises:
+        BenchError: a file is not JSON.
+    """
+    for path in sorted(folder.glob("*/*.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:  # also of a file that is not UTF-8
+            raise BenchError(f"{path}: not JSON: {error}") from error
+        yield path, record
+
+
 def read(folder: Path) -> dict[str, list[tuple[Path, dict[str, Any]]]]:
     """The timing records in FOLDER/<host>/*.json, by host, sorted by name.
 
@@ -120,11 +152,7 @@ def read(folder: Path) -> dict[str, list[tuple[Path, dict[str, Any]]]]:
         BenchError: a file is not JSON, or a timing record does not have this schema.
     """
     hosts: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
-    for path in sorted(folder.glob("*/*.json")):
-        try:
-            record = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise BenchError(f"{path}: not JSON: {error}") from error
+    for path, record in read_all(folder):
         if is_timing(record):
             hosts.setdefault(path.parent.name, []).append((path, check(record, str(path))))
     return hosts

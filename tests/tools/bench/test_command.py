@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import subprocess
@@ -12,11 +13,12 @@ import pytest
 import torch
 
 from nsa_plugin import cli
+from nsa_plugin.commands import bench
 from nsa_plugin.tools.bench import cases, record, rivals, runner
 from nsa_plugin.tools.bench.cases import SUITES
 from nsa_plugin.tools.bench.runner import run_suite
 from nsa_plugin.tools.bench.workload import Context
-from nsa_plugin.tools.pages import kernels
+from nsa_plugin.tools.pages import kernels, summary
 from tests.tools.bench import fakes
 from tests.tools.pages.records import ROWS, one_record
 
@@ -52,8 +54,11 @@ def test_list_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
         (["--budget", "nan"], "'nan' is not a number of seconds above 0"),
         (["--runs", "1.5"], "'1.5' is not a whole number of at least 1"),
         (["--tiny", "--json", "x"], "--tiny makes no record"),
+        (["topk", "--records", "docs/benchmarks"], "--records belongs to"),
+        (["report", "--list"], "report takes --records and --plots; leave out --list"),
         (["--portable", "--back-to-back"], "--portable and --back-to-back make different records"),
         (["report", "--records", "no/such/folder"], "no/such/folder, which is no directory"),
+        (["report", "--records", "/"], "--records is /, which has no page beside it; allowed: a folder below it"),
     ],
 )
 def test_bad_usage_is_one_line_and_ends_2(
@@ -63,6 +68,41 @@ def test_bad_usage_is_one_line_and_ends_2(
     assert (code, out) == (2, "")
     assert message in err
     assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--provider", "triton"],
+        ["--budget", "60"],
+        ["--runs", "3"],
+        ["--back-to-back"],
+        ["--portable"],
+        ["--tiny"],
+        ["--json", "x"],
+        ["--commit", "0123abc"],
+    ],
+)
+def test_what_measures_nothing_takes_no_option_of_measuring(
+    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = "nsa-plugin bench: error:"
+    said = f"{error} report takes --records and --plots; leave out {option[0]}\n"
+    assert call(capsys, "report", "--records", str(tmp_path), *option) == (2, "", said)
+    for suites in ([], ["topk"]):
+        assert call(capsys, "--list", *suites, *option) == (
+            2,
+            "",
+            f"{error} --list measures nothing; leave out {option[0]}\n",
+        )
+
+
+def test_every_option_is_known_as_one_of_measuring_or_of_the_report() -> None:
+    parser = argparse.ArgumentParser(epilog="")
+    bench.add_arguments(parser)
+    groups = {group.title: group for group in parser._action_groups}
+    for title, options in (("measuring", bench.MEASURING), (bench.REPORT, bench.REPORTING)):
+        assert tuple(name for action in groups[title]._group_actions for name in action.option_strings) == options
 
 
 def test_without_a_gpu_it_says_so_and_ends_2(
@@ -101,6 +141,41 @@ def test_report_rewrites_the_pages(tmp_path: Path, capsys: pytest.CaptureFixture
         0,
         f"up to date: {page} and the pages in {folder}\n",
     )
+
+
+def test_report_in_the_folder_of_the_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name, which has a dot, is also its page's."""
+    folder, page, other = tmp_path / "b-0.1", tmp_path / "b-0.1.md", tmp_path / "b-0.md"
+    record.write(one_record(ROWS), folder)
+    for path in (page, other):
+        path.write_text("<!-- generated: kernel-highlights -->\n<!-- end of kernel-highlights -->\n")
+    monkeypatch.chdir(folder)
+    code, out, err = call(capsys, "report", "--records", ".")
+    assert code == 0, err
+    assert f"rewrote {page}\n" in out
+    assert summary.NOTHING in page.read_text()
+    assert summary.NOTHING not in other.read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe", "not JSON: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (json.dumps(one_record(ROWS) | {"host": []}).encode(), "'host' is not an object"),
+        (b'{"schema": 1, "kind": "comparison"}', "'suite' is missing"),
+    ],
+)
+def test_a_record_that_cannot_be_reported_is_named(
+    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "benchmarks" / "h200" / "broken.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    (tmp_path / "benchmarks.md").write_text("")
+    code, out, err = call(capsys, "report", "--records", str(tmp_path / "benchmarks"))
+    assert (code, out, err) == (2, "", f"nsa-plugin bench: error: {path}: {message}\n")
 
 
 @pytest.fixture

@@ -82,15 +82,19 @@ def test_what_is_wrong_with_a_record_is_said(tmp_path: Path) -> None:
         ({name: value for name, value in good.items() if name != "date"}, "'date' is missing"),
         (good | {"host": {"gpu": "x"}}, "host lacks commit"),
         (good | {"rows": [{"op": "x", "median_us": 1.0}]}, "row 0 lacks baseline"),
+        (good | {"rows": [*good["rows"], 1]}, f"row {len(good['rows'])} is not an object"),
+        (good | {"host": []}, "'host' is not an object"),
+        (good | {"suite": 1}, "'suite' is not a string"),
         ([], "schema 1"),
     ):
         with pytest.raises(BenchError, match=message):
             record.check(broken, "here")
     folder = tmp_path / "h200"
     folder.mkdir()
-    (folder / "scalars.json").write_text('{"schema": 1')
-    with pytest.raises(BenchError, match="not JSON"):
-        record.read(tmp_path)
+    for content in (b'{"schema": 1', b"\xff"):
+        (folder / "scalars.json").write_bytes(content)
+        with pytest.raises(BenchError, match=r"scalars\.json: not JSON"):
+            record.read(tmp_path)
 
 
 def test_record_that_is_not_whole_is_not_written(tmp_path: Path) -> None:
@@ -142,6 +146,7 @@ def test_commit_says_whether_the_source_differs_from_it(tmp_path: Path, monkeypa
 def test_outcome_of_nothing_makes_no_timing() -> None:
     empty = record.as_record(fakes.SUITE, Outcome(), HOST, [])
     assert not record.is_timing(empty)
+    assert not record.is_timing(empty | {"rows": [1]})
 
 
 def test_reading_records_needs_no_torch() -> None:
