@@ -307,13 +307,42 @@ def test_doctor_fits_one_screen_and_gives_commands(
 
 
 @pytest.mark.parametrize(
-    ("allowed", "command"), [("", "export TOY_PLUGINS=nsa_plugin"), ("one", "export TOY_PLUGINS=one,nsa_plugin")]
+    ("allowed", "value"),
+    [
+        ("", "nsa_plugin"),
+        ("one", "one,nsa_plugin"),
+        ("one, nsa_plugin", "one,nsa_plugin"),
+        ("nsa_plugin ,one", "nsa_plugin,one"),
+        ("my_nsa_plugin", "my_nsa_plugin,nsa_plugin"),
+        ("one, two;", "'one,two;,nsa_plugin'"),
+    ],
 )
 def test_doctor_gives_the_command_that_allows_the_plugin(
-    allowed: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    allowed: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TOY_PLUGINS", allowed)
-    assert state_of(engine_on_disk(tmp_path, monkeypatch), synthetic(0)).fix == command
+    monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    engine = replace(engine_on_disk(tmp_path, monkeypatch), allow_list="VLLM_PLUGINS")
+    state = state_of(engine, synthetic(0))
+    assert (state.ready, state.fix) == (False, f"export VLLM_PLUGINS={value}")
+    assert ("with a space" in state.reason) == (" " in allowed and "nsa_plugin" in allowed)
+
+
+def test_doctor_gives_the_command_that_installs_the_entry_point_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOY_PLUGINS", "one")
+    state = state_of(engine_on_disk(tmp_path, monkeypatch, group="other.plugins"), synthetic(0))
+    assert "entry point" in state.reason
+    assert state.fix == "pip install --force-reinstall --no-deps nsa-plugin"
+
+
+@pytest.mark.parametrize("allowed", ["", "one, nsa_plugin"])
+def test_doctor_reads_the_list_of_sglang_as_sglang_does(
+    allowed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", allowed)
+    engine = replace(engine_on_disk(tmp_path, monkeypatch), allow_list="SGLANG_PLUGINS")
+    assert state_of(engine, synthetic(0)).reason == "ready"
 
 
 def test_doctor_calls_nothing_ready_that_is_switched_off(

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from nsa_plugin.commands.compare_options import ENGINES, MEASURED, USUAL_CONTEXT, add_arguments
+from nsa_plugin.commands.compare_options import ENGINES, MEASURED, USUAL_CONTEXT, add_arguments, fill_in, measuring
 from nsa_plugin.commands.signals import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, sigterm_raises
 from nsa_plugin.tools import records
 from nsa_plugin.tools.compare import cross_engine, model, record, report
@@ -45,14 +45,16 @@ def run(args: argparse.Namespace) -> int:
     if args.beside is not None and args.measured is None and args.beside.resolve() == (logs / MEASURED).resolve():
         raise CompareError(f"--beside is {args.beside}, and this run would overwrite it; choose another --logs")
     # Read it before measuring anything, so that a file that cannot be compared fails at once.
-    other = None if args.beside is None else _read("--beside", args.beside)
+    other = None if args.beside is None else _read("--beside", args.beside, beside=True)
     if args.measured is not None:
-        measured = _read("--measured", args.measured)
+        measured = _read("--measured", args.measured, beside=other is not None)
+        _check_measured(args, measured)
         if args.commit is not None:
             measured.facts["host"]["commit"] = args.commit
         if other is not None:
             cross_engine.check_same(measured, other)
         return _report(measured, other, args.json, out)
+    fill_in(args)
     deadline = time.monotonic() + args.budget
     say = speaker(lambda line: print(line, flush=True))
     engine = ENGINES[args.engine]()
@@ -119,18 +121,43 @@ def run(args: argparse.Namespace) -> int:
     return code if measured.ended else ended
 
 
-def _read(option: str, path: Path) -> Measured:
+def _read(option: str, path: Path, *, beside: bool) -> Measured:
     """What an earlier run saved.
+
+    Args:
+        beside: another engine's answers are compared with it.
 
     Raises:
         CompareError: the file is missing or has another format.
     """
     try:
-        return Measured.load(path)
+        measured = Measured.load(path)
+        measured.check_facts(beside=beside)
+        return measured
     except OSError as error:
         raise CompareError(f"{option} is {path}, which cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CompareError(f"{option} is {path}, which is not a file that compare saved: {error}") from error
+
+
+def _check_measured(args: argparse.Namespace, measured: Measured) -> None:
+    """Check that --measured has a file of the command's engine, and comes with no option that it would ignore.
+
+    Raises:
+        CompareError: another engine's file, or such an option.
+    """
+    engine = str(measured.facts["engine"])
+    if engine.split()[:1] != [args.engine]:
+        raise CompareError(
+            f"--measured is {args.measured}, which was measured with {engine}; compare {args.engine} takes a file that "
+            f"was measured with {args.engine}"
+        )
+    given = measuring(args) + (["flags after --"] if args.engine_flags else [])
+    if given:
+        raise CompareError(
+            f"--measured cannot be combined with {', '.join(given)}: it judges what a run saved and starts no server; "
+            "allowed: --beside and the output options"
+        )
 
 
 def _record(measured: Measured) -> dict[str, Any]:
@@ -241,14 +268,13 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
             raise CompareError("--family is for checkpoints made here; --model has its own")
         if args.full_width:
             raise CompareError("--full-width is for checkpoints made here; --model has its own widths")
+        path = args.model / "config.json"
         try:
-            config = json.loads((args.model / "config.json").read_text())
+            config = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             why = (isinstance(error, OSError) and error.strerror) or error
             raise CompareError(f"--model is {args.model}, whose config.json cannot be read: {why}") from error
-    for name in ("num_attention_heads", "vocab_size", "index_topk"):
-        if not isinstance(config.get(name), int):
-            raise CompareError(f"{args.model}/config.json has no {name}: compare needs a model with sparse attention")
+        model.check(config, path)
     return dict(config)
 
 

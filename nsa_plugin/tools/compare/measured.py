@@ -12,6 +12,16 @@ from typing import Any
 from nsa_plugin.tools.serving.requests import Answer
 
 SCHEMA = 1
+# The facts that a verdict and a record read, which files of every release have.
+_NEEDED: dict[str, type] = {
+    **dict.fromkeys(("suite", "engine", "command", "kv"), str),
+    **dict.fromkeys(("heads", "tp", "dp", "index_topk", "context"), int),
+    "flags": list,
+    **dict.fromkeys(("model", "host"), dict),
+}
+# What a cross-engine verdict reads besides, where `cross_engine.check_same` does not say that it is missing.
+_NEEDED_BESIDE = {"selects_above": int}
+_JSON_TYPES = {str: "a string", int: "a whole number", list: "a list", dict: "an object"}
 STOCK, AGAIN, PLUGIN, PLUGIN_AGAIN, CONTROL = "stock", "stock-again", "plugin", "plugin-again", "control"
 
 
@@ -111,11 +121,35 @@ class Measured:
         head, *lines = (json.loads(line) for line in path.read_text().splitlines())
         if head.pop("schema") != SCHEMA:
             raise ValueError(f"not of schema {SCHEMA}")
+        _check_types(head, {"facts": dict, "asked": dict, "runs": dict})
+        _check_types(head["asked"], {"runs": list, "cases": list})
+        if empty := [name for name in ("runs", "cases") if not head["asked"][name]]:
+            raise ValueError(f"it asked for no {' and no '.join(empty)}")  # nothing would be missing, and it would pass
         made = cls(**head | {"runs": {role: Run(**run) for role, run in head["runs"].items()}})
         for line in lines:
             answers = {name: Answer.from_dict(one) for name, one in line["answers"].items()}
             made.runs[line["role"]].answers[line["group"]] = answers
         return made
+
+    def check_facts(self, *, beside: bool = False) -> None:
+        """Check that the facts have all that a verdict and a record read.
+
+        Args:
+            beside: those of the cross-engine comparison too.
+
+        Raises:
+            ValueError: one is missing or of another type.
+        """
+        _check_types(self.facts, {**_NEEDED, **(_NEEDED_BESIDE if beside else {})})
+        _check_types(self.facts["host"], {"gpu": str})
+
+
+def _check_types(data: Mapping[str, Any], types: Mapping[str, type]) -> None:
+    for name, wanted in types.items():
+        if name not in data:
+            raise ValueError(f"it has no {name}")
+        if not isinstance(data[name], wanted):
+            raise ValueError(f"{name} is {json.dumps(data[name])}; allowed: {_JSON_TYPES[wanted]}")
 
 
 def _line(data: Mapping[str, Any]) -> str:

@@ -84,6 +84,34 @@ _SHOWN_MORE = {
 }
 
 
+# Numbers without which a model has no sparse attention, or no prompts.
+_COUNTS = ("num_attention_heads", "vocab_size", "index_topk")
+
+
+def check(config: Any, path: Path) -> None:
+    """Check that the content of a config.json at `path` has what a comparison reads.
+
+    Raises:
+        CompareError: it is of a model without sparse attention, or a value is not of its type.
+    """
+    if not isinstance(config, dict):
+        raise CompareError(f"{path} is not a JSON object")
+    for name in _COUNTS:
+        if config.get(name) is None:
+            raise CompareError(f"{path} has no {name}: compare needs a model with sparse attention")
+    counts = {name: config[name] for name in _COUNTS}
+    if (longest := config.get("max_position_embeddings")) is not None:
+        counts["max_position_embeddings"] = longest
+    if family_of(config) == V4:
+        ratios = config["compress_ratios"]
+        if not isinstance(ratios, list) or not all(type(ratio) is int for ratio in ratios):
+            raise CompareError(f"{path}: compress_ratios is {json.dumps(ratios)}; allowed: a list of whole numbers")
+        counts["sliding_window"] = config.get("sliding_window")
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise CompareError(f"{path}: {name} is {json.dumps(value)}; allowed: a whole number of at least 1")
+
+
 def family_of(config: Mapping[str, Any]) -> str:
     """`V4`, `GLM` or `V32`."""
     if "compress_ratios" in config:

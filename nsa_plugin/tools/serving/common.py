@@ -12,9 +12,9 @@ from importlib import metadata
 from typing import Any
 
 from nsa_plugin.telemetry import BATCHES, COMBINED_PREFILLS, RESHARDED_TOKENS, Metric
+from nsa_plugin.tools.serving.allow_list import PLUGIN, allowing, kept_out
 from nsa_plugin.tools.serving.engine import V4, CompareError
 
-PLUGIN = "nsa_plugin"
 # Engines read the numbers of their flags like this: 8192, 8k (8000), 8K (8192).
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
 _FACTORS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
@@ -26,16 +26,17 @@ _PRIVATE = re.compile(r"KEY$|TOKEN$|SECRET|PASSWORD|HOST|_IP$|USER")
 _SWITCH = "NSA_PLUGIN_ENABLED"
 
 
-def installed(distribution: str, title: str, entry_points: str) -> str:
+def installed(distribution: str, title: str, entry_points: str, allow_list: str) -> str:
     """The installed version of an engine that will load the plugin.
 
     Args:
         distribution: name on the package index.
         title: name in messages.
         entry_points: the group in which the engine looks for plugins.
+        allow_list: the environment variable that restricts which of them it loads.
 
     Raises:
-        CompareError: the engine is not installed, or would not find the plugin.
+        CompareError: the engine is not installed, or would not find or load the plugin.
     """
     try:
         version = metadata.version(distribution)
@@ -48,6 +49,8 @@ def installed(distribution: str, title: str, entry_points: str) -> str:
             f"{title} would not find the plugin: no installed distribution has the entry point {PLUGIN} of "
             f"{entry_points}; install nsa-plugin into {sys.prefix}"
         )
+    if why := kept_out(allow_list):
+        raise CompareError(f"{why}; set {allow_list}={allowing(allow_list)} or unset it")
     return version
 
 
@@ -115,14 +118,44 @@ def number(value: float | None, digits: int = 5) -> float:
     return math.nan if value is None else round(float(value), digits)
 
 
+def flag_name(flag: str) -> str:
+    """A flag's name, without "=value" and with "-" for "_", as vLLM reads it.
+
+    vLLM replaces them in names that begin with "--", up to the first dot (0.33, `utils/argparse_utils.py`). No flag of
+    SGLang has a "_" (0.5.23), so its server refuses what is read as another flag here.
+    """
+    name = flag.partition("=")[0]
+    before, dot, after = name.partition(".")
+    return f"{before.replace('_', '-')}{dot}{after}" if name.startswith("--") else name
+
+
 def flag_value(flags: Sequence[str], *names: str) -> str | None:
     """The last value that the flags give one of `names`, as "--name value" or "--name=value"."""
     found = None
     for position, flag in enumerate(flags):
-        name, equals, value = flag.partition("=")
-        if name in names:
+        if flag_name(flag) in names:
+            _, equals, value = flag.partition("=")
             found = value if equals else (flags[position + 1] if position + 1 < len(flags) else None)
     return found
+
+
+def rank_count(flags: Sequence[str], *names: str) -> int:
+    """The number of ranks that the flags give one of `names`; 1 if they do not.
+
+    Raises:
+        CompareError: it is not a number, or below 1.
+    """
+    text = flag_value(flags, *names)
+    if text is None:
+        return 1
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        name = next(name for flag in reversed(flags) if (name := flag_name(flag)) in names)
+        raise CompareError(f"{name} is {text!r}, which is not a whole number of at least 1")
+    return count
 
 
 def token_count(text: str | None) -> int | None:
@@ -134,14 +167,18 @@ def token_count(text: str | None) -> int | None:
 def facts(
     flags: Sequence[str], family: str, *, tp: Sequence[str], dp: Sequence[str], chunk: str, max_len: str
 ) -> dict[str, Any]:
-    """The part of `ServedEngine.facts` that both engines' flags give; the arguments name an engine's flags."""
+    """The part of `ServedEngine.facts` that both engines' flags give; the arguments name an engine's flags.
+
+    Raises:
+        CompareError: the number of ranks is not a number, or below 1.
+    """
     cache = flag_value(flags, "--kv-cache-dtype") or "auto"
     return {
         # V4's pages are fp8 whatever the flag says (SGLang: `mem_cache/deepseek_v4_memory_pool.py`; vLLM:
         # `models/deepseek_v4/attention.py`).
         "kv": "fp8" if cache.startswith("fp8") or family == V4 else "bf16",
-        "tp": int(flag_value(flags, *tp) or 1),
-        "dp": int(flag_value(flags, *dp) or 1),
+        "tp": rank_count(flags, *tp),
+        "dp": rank_count(flags, *dp),
         # Without the flag the device decides.
         "chunk": token_count(flag_value(flags, chunk)),
         "max_len": token_count(flag_value(flags, max_len)),

@@ -96,5 +96,8 @@ class ServedEngine(Protocol):
             of a prefill) and `max_len` (longest context) are in tokens, or None if no flag sets them. `mixed_chunk`:
             decode steps run in prefills, but not those of requests that ask for log probabilities; absent if no flag
             makes an engine do so.
+
+        Raises:
+            CompareError: a number of ranks is not a number, or below 1.
         """
         ...

@@ -9,7 +9,6 @@ definitions.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa_plugin.tools.serving import common
-from nsa_plugin.tools.serving.common import PLUGIN, flag_value, installed, number
+from nsa_plugin.tools.serving.allow_list import SGLANG_PLUGINS
+from nsa_plugin.tools.serving.common import flag_value, installed, number
 from nsa_plugin.tools.serving.engine import CompareError
 from nsa_plugin.tools.serving.requests import Answer
 
@@ -42,11 +42,7 @@ class SglangEngine:
     metrics_path = "/metrics"
 
     def version(self) -> str:
-        version = installed("sglang", "SGLang", ENTRY_POINTS)
-        listed = os.environ.get("SGLANG_PLUGINS", "")
-        if listed and PLUGIN not in (name.strip() for name in listed.split(",")):
-            raise CompareError(f"SGLANG_PLUGINS is {listed!r}; it must list {PLUGIN}, or be unset")
-        return version
+        return installed("sglang", "SGLang", ENTRY_POINTS, SGLANG_PLUGINS)
 
     def command(self, model: Path, port: int, flags: Sequence[str], *, plugin: bool) -> list[str]:
         return [

@@ -18,7 +18,8 @@ from typing import Any
 
 from nsa_plugin.tools import records
 from nsa_plugin.tools.serving import common
-from nsa_plugin.tools.serving.common import PLUGIN, flag_value, installed, number
+from nsa_plugin.tools.serving.allow_list import PLUGIN, VLLM_PLUGINS
+from nsa_plugin.tools.serving.common import flag_name, flag_value, installed, number, rank_count
 from nsa_plugin.tools.serving.engine import CompareError
 from nsa_plugin.tools.serving.requests import Answer
 
@@ -73,7 +74,7 @@ class VllmEngine:
                 f"vLLM in {sys.prefix} is {_CPU_DISTRIBUTION} {found}, which has no sparse attention without the "
                 "plugin: there is nothing to compare with; nsa-plugin demo compares with a reference there"
             )
-        return installed("vllm", "vLLM", ENTRY_POINTS)
+        return installed("vllm", "vLLM", ENTRY_POINTS, VLLM_PLUGINS)
 
     def command(self, model: Path, port: int, flags: Sequence[str], *, plugin: bool) -> list[str]:
         own = ["--served-model-name", SERVED_MODEL, "--skip-tokenizer-init", "--enable-prompt-tokens-details"]
@@ -154,9 +155,10 @@ class VllmEngine:
 
     def facts(self, flags: Sequence[str], family: str) -> dict[str, Any]:
         chunk = "--max-num-batched-tokens"
-        dcp = int(flag_value(flags, "--decode-context-parallel-size", "-dcp") or 1)
+        names = {flag_name(flag) for flag in flags}
+        dcp = rank_count(flags, "--decode-context-parallel-size", "-dcp")
         variant = [f"dcp{dcp}"] if dcp > 1 else []
-        variant += [word for flag, word in _SWITCHES.items() if flag in flags]
+        variant += [word for flag, word in _SWITCHES.items() if flag in names]
         variant += ["nocompile"] if flag_value(flags, "-cc.mode", "--compilation-config.mode") in _NO_COMPILE else []
         variant += ["mtp"] if flag_value(flags, "--speculative-config", "-sc") else []
         variant += [f"chunk{given}"] if (given := flag_value(flags, chunk)) else []
@@ -171,7 +173,7 @@ class VllmEngine:
         return made | {
             "attention_tp": made["tp"],  # each data-parallel replica has all heads
             "dcp": dcp,
-            "prefix_cache": "--no-enable-prefix-caching" not in flags,
+            "prefix_cache": "--no-enable-prefix-caching" not in names,
             "variant": variant,
         }
 

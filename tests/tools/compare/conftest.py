@@ -31,7 +31,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
     shutil.copy(HERE / "fake_toy.py", site)
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    for variable in ("SGLANG_PLUGINS", "VLLM_PLUGINS"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi and no git: the tests look the same everywhere
     pids = tmp_path / "pids"
     monkeypatch.setenv("FAKE_PIDS", str(pids))

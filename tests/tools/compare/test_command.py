@@ -478,26 +478,6 @@ def test_bad_input_is_one_line_and_2(
     assert not (tmp_path / "work").exists()
 
 
-def test_plugin_that_sglang_would_not_load_is_said_before_anything_starts(
-    fake: Behave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = fake()
-    monkeypatch.setenv("SGLANG_PLUGINS", "another")
-    code, _, err = call(capsys, arguments(tmp_path, model))
-    assert code == 2
-    assert "SGLANG_PLUGINS is 'another'" in err
-
-
-def test_model_without_sparse_attention_is_refused(
-    fake: Behave, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = fake()
-    (model / "config.json").write_text(json.dumps({"num_attention_heads": 8, "vocab_size": 100}))
-    code, _, err = call(capsys, arguments(tmp_path, model))
-    assert code == 2
-    assert "has no index_topk" in err
-
-
 def test_other_commands_take_nothing_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = call(capsys, ["doctor", "--", "--tp", "8"])
     assert code == 2

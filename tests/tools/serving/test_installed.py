@@ -18,4 +18,4 @@ def test_an_engine_that_is_not_installed_comes_with_the_command_that_installs_it
 
     monkeypatch.setattr(metadata, "version", absent)
     with pytest.raises(CompareError, match=r"SGLang is not installed in .*: pip install 'nsa-plugin\[sglang\]'"):
-        common.installed("sglang", "SGLang", "sglang.srt.plugins")
+        common.installed("sglang", "SGLang", "sglang.srt.plugins", "SGLANG_PLUGINS")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from nsa_plugin.tools.serving import common
 from nsa_plugin.tools.serving.engine import CompareError, ServedEngine
 from nsa_plugin.tools.serving.vllm import VllmCpuEngine, VllmEngine, python_path_with_vllm_name, serve_command
 
@@ -140,6 +141,40 @@ def test_facts_of_the_flags():
         shared = ENGINE.facts([*given, "--enforce-eager"], "v3.2")
         assert (shared["dcp"], shared["variant"]) == (2, ["dcp2", "eager"])
     assert [ENGINE.facts([], family)["kv"] for family in ("v3.2", "v4")] == ["bf16", "fp8"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--kv-cache-dtype fp8 --tensor-parallel-size 2 --max-num-batched-tokens=8K --data-parallel-size=3",
+        "--enforce-eager --no-enable-prefix-caching --compilation-config.mode NONE --speculative-config=a_b=c_d",
+        "--max-model-len 40k --decode-context-parallel-size 2 --no-async-scheduling",
+    ],
+)
+def test_vllm_reads_underscores_in_a_flags_name_as_dashes(flags: str):
+    given = flags.split()
+    names = [flag.partition("=") for flag in given]
+    with_underscores = [
+        f"--{name[2:].replace('-', '_')}{equals}{value}" if name.startswith("--") else name
+        for name, equals, value in names
+    ]
+    assert with_underscores != given
+    assert ENGINE.facts(with_underscores, "v3.2") == ENGINE.facts(given, "v3.2") != ENGINE.facts([], "v3.2")
+
+
+def test_only_the_part_of_a_name_before_a_dot_has_dashes_for_underscores():
+    assert common.flag_name("--kv_cache_dtype=fp8_e4m3") == "--kv-cache-dtype"
+    assert common.flag_name("--compilation_config.cudagraph_mode") == "--compilation-config.cudagraph_mode"
+    assert common.flag_name("-cc.cudagraph_mode=NONE") == "-cc.cudagraph_mode"
+    assert common.flag_value(["--load_format", "a_b"], "--load-format") == "a_b"
+    assert common.flag_value(["--load_format=a_b=c_d"], "--load-format") == "a_b=c_d"
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "-tp", "--data-parallel-size", "-dp", "-dcp"])
+@pytest.mark.parametrize("value", ["eight", "0", "-1", "2.5", "", "9" * 5000])
+def test_a_number_of_ranks_that_is_none_is_named(flag: str, value: str):
+    with pytest.raises(CompareError, match=rf"^{flag} is '.*', which is not a whole number of at least 1$"):
+        ENGINE.facts([flag, value], "v3.2")
 
 
 def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
