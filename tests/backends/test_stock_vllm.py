@@ -31,7 +31,7 @@ from nsa_plugin.patches import vllm as data
 from nsa_plugin.patches.ledger import Ledger, Need
 from nsa_plugin.telemetry import StartupReport
 from tests.backends.fake_vllm import v4_config
-from tests.backends.fake_vllm.config import config, layer
+from tests.backends.fake_vllm.config import config, drafting, layer
 from tests.backends.live import changes, raw, replaced
 from tests.ledger_engine import live
 
@@ -112,6 +112,16 @@ ROWS = {
     "another attention backend": Row(layers=SPARSE, worker=GPU, changed={"attention_config": {"backend": SPARSE}}),
     "vLLM's default backend on SM100": Row(sm=100, layers=SPARSE, worker=GPU),
     "a bf16 cache on SM90": Row(layers=BF16_BACKEND, worker=GPU, changed={"cache_config": {"cache_dtype": "auto"}}),
+    "a draft model without sparse attention": Row(
+        layers=BF16_BACKEND,
+        worker=GPU,
+        settings={"prefill_backend": "triton"},
+        changed={"cache_config": {"cache_dtype": "auto"}, "speculative_config": vars(drafting(sparse=False))},
+    ),
+    "some layers with a cache of another format": Row(changed={"cache_config": {"kv_cache_dtype_skip_layers": ["0"]}}),
+    "a draft's layers with a cache of another format": Row(
+        changed={"speculative_config": vars(drafting(sparse=True, kv_cache_dtype="auto"))}
+    ),
     "packed indexer scales": Row(sm=100, packed=True, worker=GPU),
     "another platform": Row(sm=0),
 }

@@ -38,6 +38,7 @@ from tests.backends.fake_sglang.v4 import batch
 from tests.backends.fake_sglang.v32 import DsaBackend, started
 from tests.backends.fake_vllm import v4_config
 from tests.backends.fake_vllm.config import config, layer
+from tests.backends.fake_vllm.config import drafting as with_draft
 
 Start = Callable[[pytest.MonkeyPatch], object]
 """Starts a configuration: raises what the plugin raises, or returns the notes of the start-up report."""
@@ -62,6 +63,13 @@ def breaking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     check_on_gpu(config(speculative_config=SimpleNamespace(parallel_drafting=True, num_speculative_tokens=2)))
+
+
+def drafting_over(cache_dtype: str) -> Start:
+    """An MTP draft with a cache of its own format."""
+    return lambda monkeypatch: check_on_gpu(
+        config(speculative_config=with_draft(sparse=True, kv_cache_dtype=cache_dtype))
+    )
 
 
 def trimming(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +125,9 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_activation.check_here(config(), SimpleNamespace(settings=Settings()))
 
 
-def layers_on(backend: str, sm: int, *, cache: str = "fp8_ds_mla", flag: bool = False) -> Start:
+def layers_on(
+    backend: str, sm: int, *, cache: str = "fp8_ds_mla", flag: bool = False, draft: Any = None, **settings: Any
+) -> Start:
     """A layer with the backend that vLLM picked, or the user's flag."""
 
     def start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +137,10 @@ def layers_on(backend: str, sm: int, *, cache: str = "fp8_ds_mla", flag: bool = 
         monkeypatch.setitem(sys.modules, registry.__name__, registry)
         monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)
         monkeypatch.setattr(gpu_serving.GpuServing, "warm", lambda *_: None)
-        made = config(cache)
+        made = config(cache, speculative_config=draft)
         made.attention_config.backend = backend if flag else None
         serving = gpu_serving.GpuServing(
-            resolved=resolve(config={"enabled": True, "strict": "full"}, environ={}),
+            resolved=resolve(config={"enabled": True, "strict": "full"} | settings, environ={}),
             trace=Trace(),
             vllm_config=made,
             portable=sm == 120,
@@ -348,6 +358,11 @@ STARTS: dict[tuple[str, str], Start] = {
     (VLLM, "another attention backend"): layers_on("FLASHINFER_MLA_SPARSE", 90, flag=True),
     (VLLM, "vLLM's default backend on SM100"): layers_on("FLASHINFER_MLA_SPARSE", 100),
     (VLLM, "a bf16 cache on SM90"): layers_on(BF16_BACKEND, 90, cache="auto"),
+    (VLLM, "a draft model without sparse attention"): layers_on(
+        BF16_BACKEND, 90, cache="auto", draft=with_draft(sparse=False), prefill_backend="triton"
+    ),
+    (VLLM, "some layers with a cache of another format"): vllm(cache_config={"kv_cache_dtype_skip_layers": ["0"]}),
+    (VLLM, "a draft's layers with a cache of another format"): drafting_over("auto"),
     (VLLM, "packed indexer scales"): packed,
     (VLLM, "another platform"): platform,
     (VLLM, "decode and verify steps of DeepSeek-V4"): lambda monkeypatch: v4_serving().left(),

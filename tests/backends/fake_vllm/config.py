@@ -44,6 +44,13 @@ def config(cache_dtype: str = "fp8_ds_mla", **more: Any) -> Any:
     return SimpleNamespace(**(fields | more))
 
 
+def drafting(*, sparse: bool, **given: Any) -> Any:
+    """--speculative-config with a draft model: an MTP layer of the checkpoint, or one without sparse attention."""
+    hf = SimpleNamespace(**({"index_topk": 64} if sparse else {}))
+    fields = {"method": "mtp" if sparse else "eagle3", "num_speculative_tokens": 1, "attention_backend": None}
+    return SimpleNamespace(**(fields | {"draft_model_config": SimpleNamespace(hf_text_config=hf)} | given))
+
+
 def layer(planned: bool, backend: str = BACKEND) -> Any:
     """vLLM's MLA layer after it has been built."""
     impl = SimpleNamespace(nsa_plugin=object() if planned else None)

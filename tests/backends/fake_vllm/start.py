@@ -12,6 +12,8 @@ from nsa_plugin.backends.vllm.v32.choice import BACKEND
 from nsa_plugin.backends.vllm.v32.serving import GpuServing
 from nsa_plugin.libraries.devices import DeviceProfile
 from nsa_plugin.patches.ledger import Need, Patch, Target
+from nsa_plugin.settings import ResolvedSettings, Settings
+from nsa_plugin.telemetry import Trace
 from tests.backends.fake_vllm.config import config, layer
 from tests.backends.fake_vllm.v32 import TRITON
 
@@ -93,6 +95,14 @@ class Here(GpuServing):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given, device_profile=lambda: self.device)
+
+
+def serving(vllm_config: Any = None, device: Any = TRITON, **settings: Any) -> GpuServing:
+    """The state of a worker that has its GPU."""
+    resolved = ResolvedSettings(Settings(**settings), {})
+    return GpuServing(
+        resolved=resolved, trace=Trace(), vllm_config=vllm_config or config(), device_profile=lambda: device
+    )
 
 
 init_worker = activation.wrap_worker_init(Worker.__init__)

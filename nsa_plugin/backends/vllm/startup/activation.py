@@ -343,6 +343,8 @@ def start_serving(vllm_config: Any) -> VllmServing | None:
         NsaPluginError: something does not fit; see `Settings.ends_start`.
     """
     this = process()
+    if this.serving is not None and this.serving.is_over():  # an earlier engine's of this process
+        this.serving = None
     resolved = this.settings(vllm_config)
     if not wanted(vllm_config, resolved):
         return None

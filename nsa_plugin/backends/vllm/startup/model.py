@@ -61,7 +61,16 @@ def check_portable_v4(sm: int) -> None:
 
 
 def is_sparse(vllm_config: Any) -> bool:
-    model_config = vllm_config.model_config
+    return _has_indexer(vllm_config.model_config)
+
+
+def draft_is_sparse(vllm_config: Any) -> bool | None:
+    """Whether the draft model of --speculative-config has sparse attention; None without a draft model."""
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    return None if draft is None else _has_indexer(draft)
+
+
+def _has_indexer(model_config: Any) -> bool:
     return model_config is not None and hasattr(model_config.hf_text_config, "index_topk")
 
 
@@ -196,7 +205,27 @@ def check_on_gpu(vllm_config: Any) -> None:
     else:
         _check_v32(vllm_config)
         model_shape(vllm_config, GPU_LAYOUTS)
+        _check_one_layout(vllm_config)
     _check_decode_context_parallel(vllm_config)
+
+
+def _check_one_layout(vllm_config: Any) -> None:
+    """Check that all layers with sparse attention have the cache layout of --kv-cache-dtype: plans are for one."""
+    layout, given = _layout(vllm_config, GPU_LAYOUTS), f"--kv-cache-dtype {vllm_config.cache_config.cache_dtype}"
+    # vLLM also takes names of attention types there, which its MLA layers do not look at.
+    skipped = getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None) or ()
+    layers = [name for name in skipped if name.isdecimal()]
+    if layers and GPU_LAYOUTS["auto"] != layout:
+        raise LeftToStockError(
+            f"--kv-cache-dtype-skip-layers {' '.join(layers)} gives these layers a bf16 cache, and nsa-plugin serves "
+            f"all layers with one format, here that of {given}"
+        )
+    draft = getattr(vllm_config.speculative_config, "kv_cache_dtype", None)
+    if draft is not None and draft_is_sparse(vllm_config) and GPU_LAYOUTS.get(str(draft)) != layout:
+        raise LeftToStockError(
+            f"kv_cache_dtype of --speculative-config is {draft}, and nsa-plugin serves the draft's layers with the "
+            f"format of {given} only"
+        )
 
 
 def _check_prefill_context_parallel(vllm_config: Any) -> None:

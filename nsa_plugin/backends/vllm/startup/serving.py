@@ -37,6 +37,10 @@ class VllmServing:
         if worker.rank == 0:
             self.metrics = metrics_of(labels_of(worker.vllm_config))
 
+    def is_over(self) -> bool:
+        """Return whether vLLM has shut down the engine that this is of, as far as that shows."""
+        return False
+
     def request_ids(self, common: Any = None) -> list[str]:
         """Return the ids of a batch's requests, in batch order; "" or none where vLLM does not say.
 

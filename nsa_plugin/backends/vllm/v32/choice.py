@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from nsa_plugin.backends.vllm.startup.model import BACKEND_MAJORS, is_portable
+from typing import Any
+
+from nsa_plugin.backends.vllm.startup.model import BACKEND_MAJORS, draft_is_sparse, is_portable
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import Route
 from nsa_plugin.errors import LeftToStockError
+from nsa_plugin.libraries.architectures import is_sm120
 from nsa_plugin.libraries.capabilities import Op
 from nsa_plugin.libraries.devices import DeviceProfile
 
@@ -22,6 +25,41 @@ BF16_BACKEND = "FLASH_ATTN_MLA_SPARSE"
 BF16_ROUTE = str(Route(Attention.SPARSE_DECODE, "fa3"))
 """The route that it is for the times of a prefill: every query token is a sequence."""
 LONG_CONTEXT = 65536
+STANDALONE = "draft_model"
+"""vLLM's speculative method with a model of its own."""
+KIND = "mla_attention"
+"""The kind of V3.2's layers in vLLM's `attention_config.backend_per_kind`, whose entry goes before `backend`."""
+BY_KIND = f"attention_config.backend_per_kind[{KIND!r}]"
+
+
+def given_by_kind(vllm_config: Any) -> bool:
+    """Whether the user chose the backend of V3.2's layers in `attention_config.backend_per_kind`."""
+    return KIND in (getattr(vllm_config.attention_config, "backend_per_kind", None) or {})
+
+
+def is_given(vllm_config: Any) -> bool:
+    """Whether the user chose the backend of V3.2's layers, before the plugin chooses."""
+    return vllm_config.attention_config.backend is not None or given_by_kind(vllm_config)
+
+
+def kept_for_draft(vllm_config: Any, sm: int) -> str:
+    """Return why the choice is left to vLLM for a draft model without sparse attention; "" if it is not.
+
+    vLLM's second model runner builds the draft's layers, too, with the backend that is set for the target, unless
+    `attention_backend` of --speculative-config is set; the method draft_model does not read that (0.33). Without one
+    vLLM picks each. For V3.2's layers it then picks FLASHMLA_SPARSE on SM90 over an fp8 cache and, with the ledger's
+    entries of the portable path, on SM80, SM86 and SM89. On SM120 it never does, and may have no backend for V3.2's
+    layers, so leaving the choice would not help.
+    """
+    if draft_is_sparse(vllm_config) is not False or is_sm120(sm):
+        return ""
+    speculative = vllm_config.speculative_config
+    reason = "the draft model, which has no sparse attention, would get the same backend, so vLLM's choice is kept"
+    if getattr(speculative, "method", None) == STANDALONE:
+        return f" ({reason})"
+    if getattr(speculative, "attention_backend", None) is not None:
+        return ""
+    return f" ({reason}; with attention_backend of --speculative-config set, nsa-plugin chooses {BACKEND})"
 
 
 def kept_choice(planner: VllmPlanner) -> str:

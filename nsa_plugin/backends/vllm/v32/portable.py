@@ -74,11 +74,13 @@ def select(given: NamedArguments, metadata: Any, steps: StepSelection | None, pr
 
 
 def slots_of(chunk: Any, page_size: int) -> torch.Tensor:
-    """Return int64 [keys of the chunk]: slots in the indexer's cache, request after request; made once a batch."""
+    """Return int64 [total_seq_lens]: slots of the chunk's keys in the indexer's cache, made once a batch."""
     found: torch.Tensor | None = getattr(chunk, SLOTS, None)
     if found is None:
         bounds = chunk.cu_seq_lens.long()
-        places = torch.arange(chunk.total_seq_lens, device=bounds.device)
+        # With async scheduling and speculated tokens vLLM's `total_seq_lens` is an upper bound, and reading the exact
+        # one would wait for the device. Places beyond it repeat the last key, and no query token's keys reach there.
+        places = torch.arange(chunk.total_seq_lens, device=bounds.device).minimum(bounds[-1] - 1)
         request = torch.searchsorted(bounds[1:], places, right=True)
         position = places - bounds[request]
         found = chunk.block_table[request, position // page_size].long() * page_size + position % page_size

@@ -42,10 +42,14 @@ from nsa_plugin.backends.vllm.v32.choice import (
     BACKEND,
     BACKEND_SMS,
     BF16_BACKEND,
+    BY_KIND,
     SM120_BACKEND,
     SM120_TOPK,
     check_device,
+    given_by_kind,
+    is_given,
     kept_choice,
+    kept_for_draft,
 )
 from nsa_plugin.backends.vllm.v32.portable import warm_indexer, warm_inputs
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
@@ -231,15 +235,17 @@ class GpuServing(VllmServing):
         self.place = device
         self.warm(device)
         attention = self.vllm_config.attention_config
-        if attention.backend is None and (planner.portable or planner.device.sm in BACKEND_SMS):
+        if not is_given(self.vllm_config) and (planner.portable or planner.device.sm in BACKEND_SMS):
             from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
             # vLLM's kernels for SM120 were not compared with the plugin's.
             sm120 = is_sm120(planner.device.sm) and hasattr(AttentionBackendEnum, SM120_BACKEND)
             if sm120 and (planner.model.kv_layout, planner.model.index_topk) == ("v32_fp8", SM120_TOPK):
                 return
-            if hasattr(AttentionBackendEnum, BF16_BACKEND) and (reason := kept_choice(planner)):
-                self.left_choice = reason
+            self.left_choice = kept_for_draft(self.vllm_config, planner.device.sm)
+            if not self.left_choice and hasattr(AttentionBackendEnum, BF16_BACKEND):
+                self.left_choice = kept_choice(planner)
+            if self.left_choice:
                 return
             attention.backend = AttentionBackendEnum[BACKEND]
             self.chose = True
@@ -287,7 +293,7 @@ class GpuServing(VllmServing):
         """
         planned, others = self.layers()
         settings = self.resolved.settings
-        by_user = not self.chose and self.vllm_config.attention_config.backend is not None
+        by_user = not self.chose and is_given(self.vllm_config)
         by_user = by_user and not self.planning().portable
         if others and ((planned and settings.strict == FULL) or (by_user and not planned)):
             if not planned and settings.token_shard == "on":
@@ -298,12 +304,13 @@ class GpuServing(VllmServing):
             self.planning().no_dense = self.planning().no_dense or needed
         if planned or by_user:
             return
-        found = (
-            f"vLLM chose {', '.join(sorted(others))}" if others else "it has no sparse layer that the plugin supports"
-        )
+        by, sm = f"{BY_KIND} is" if given_by_kind(self.vllm_config) else "vLLM chose", self.planning().device.sm
+        found = f"{by} {', '.join(sorted(others))}" if others else "it has no sparse layer that the plugin supports"
+        # With such a draft model the start would fail then.
+        advice = "" if kept_for_draft(self.vllm_config, sm) else f". Select it with {self.option}"
         raise LeftToStockError(
             f"no layer of the model attends by vLLM's {self.backend}, which nsa-plugin plans for: {found}, on "
-            f"{self.planning().device.where}{self.left_choice}. Select it with --attention-backend {self.backend}"
+            f"{self.planning().device.where}{self.left_choice}{advice}"
         )
 
     def measure(self) -> None:
@@ -346,6 +353,15 @@ class GpuServing(VllmServing):
         """Whether the plugin plans for any layer."""
         return self.layers()[0] > 0
 
+    def is_over(self) -> bool:
+        # From 0.33 on a shutdown empties this.
+        return not self.vllm_config.compilation_config.static_forward_context
+
+    @property
+    def option(self) -> str:
+        """The user's option that selects the backend."""
+        return f"{BY_KIND}={self.backend}" if given_by_kind(self.vllm_config) else f"--attention-backend {self.backend}"
+
     def left(self) -> list[str]:
         """Return a note for each kind of layer that is left to vLLM."""
         _, others = self.layers()
@@ -354,7 +370,7 @@ class GpuServing(VllmServing):
     def left_layers(self, others: set[str]) -> list[str]:
         """Return a note for each backend of layers that are left to vLLM."""
         return [
-            f"layers on vLLM's backend {name} are left to vLLM: nsa-plugin plans for --attention-backend {self.backend}"
+            f"layers on vLLM's backend {name} are left to vLLM: nsa-plugin plans for {self.option}"
             for name in sorted(others)
         ]
 

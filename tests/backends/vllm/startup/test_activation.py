@@ -484,6 +484,27 @@ def test_on_sm100_the_users_backend_is_planned_for(reports: list[StartupReport],
     assert report.facts["attention"] == f"1 layers on vLLM's {BACKEND}"
 
 
+@pytest.mark.parametrize("off", [False, True])
+def test_another_engine_of_the_process_is_not_taken_for_one_that_was_shut_down(
+    process: VllmProcess, reports: list[StartupReport], off: bool
+):
+    """A second `LLM` of an in-process engine, without sparse attention or with the plugin off."""
+    earlier = configured(strict="full")
+    load_model(worker_of(earlier))
+    assert process.serving is not None
+    worker_of(configured(enabled=False))
+    assert process.serving is not None, "the first one still serves"
+    earlier.compilation_config.static_forward_context.clear()  # as vLLM does when it shuts down
+    other = configured(enabled=False) if off else configured(backend="FLASH_ATTN", strict="full")
+    if not off:
+        del other.model_config.hf_text_config.index_topk
+    worker = worker_of(other)
+    assert process.serving is None
+    load_model(worker)
+    warm_up(worker)
+    assert (gpu_patches.planning(), reports) == (None, [])
+
+
 def _fails(*_: Any) -> None:
     raise NoProviderError("a kernel does not run")
 

@@ -118,6 +118,27 @@ def test_every_query_token_that_selects_gets_the_references_selection(sm: int, f
         call.buffer[:rows] = 9
 
 
+@pytest.mark.parametrize("sm", [86, 0])
+def test_an_upper_bound_on_the_keys_of_a_chunk_does_not_change_the_selection(sm: int):
+    """With async scheduling and speculated tokens the host does not know the exact length of a step among prefills."""
+    selections, providers = [], Providers("v32_fp8", sm)
+    for more in (0, 1, 3):
+        deciding = planner(device=AMPERE, step_tokens=2)
+        deciding.portable = True
+        metadata, _ = batch_of(deciding, [(2, 60), (1, 64)], 1, 512 * MIB)
+        (chunk,) = metadata.prefill.chunks
+        assert chunk.total_seq_lens == 64
+        chunk.total_seq_lens += more
+        call = a_call(3)
+        ours = wrap_indexer(stock, lambda metadata=metadata: {"indexer": metadata}, lambda: providers, lambda: True)
+        pages = call.cache.data.view(160, PAGE, -1)
+        ours(torch.empty(3, 1), "indexer", pages, call.q, None, call.weights, TOPK, MAX_LEN, call.buffer)
+        assert len(chunk.nsa_plugin_slots) == 64 + more
+        selections.append([set(row) for row in call.buffer[:3].tolist()])
+    assert selections[0] == selections[1] == selections[2]
+    assert -1 not in selections[0][2]
+
+
 def test_new_keys_are_stored_unless_the_model_has_stored_them():
     deciding = planner(device=AMPERE)
     deciding.portable = True

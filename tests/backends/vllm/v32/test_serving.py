@@ -18,8 +18,8 @@ from packaging.version import Version
 from nsa_plugin.backends.common import providers
 from nsa_plugin.backends.common.paths import PROVIDER, VLLM, path_of, routes_of
 from nsa_plugin.backends.vllm.v32 import serving as gpu_serving
-from nsa_plugin.backends.vllm.v32.choice import BACKEND, check_device
-from nsa_plugin.backends.vllm.v32.serving import VENDORED, GpuServing, dense_workspace_tokens
+from nsa_plugin.backends.vllm.v32.choice import check_device
+from nsa_plugin.backends.vllm.v32.serving import VENDORED, dense_workspace_tokens
 from nsa_plugin.decision import timings
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import Route
@@ -30,22 +30,14 @@ from nsa_plugin.patches import static
 from nsa_plugin.patches.ledger import Need
 from nsa_plugin.patches.vllm import PATCHES
 from nsa_plugin.patches.vllm_gpu import CHANGES, GPU, REQUIREMENTS
-from nsa_plugin.settings import ResolvedSettings, Settings
-from nsa_plugin.telemetry import Trace
-from tests.backends.fake_vllm.config import config, layer
-from tests.backends.fake_vllm.v32 import TRITON, WITH_FLASH_MLA, planner
+from tests.backends.fake_vllm.config import config, drafting, layer
+from tests.backends.fake_vllm.start import serving
+from tests.backends.fake_vllm.v32 import WITH_FLASH_MLA, planner
 
 
 @pytest.fixture(autouse=True)
 def profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_serving, "dense_workspace_tokens", lambda vllm_config: 4096)
-
-
-def serving(vllm_config: Any = None, device: Any = TRITON, **settings: Any) -> GpuServing:
-    resolved = ResolvedSettings(Settings(**settings), {})
-    return GpuServing(
-        resolved=resolved, trace=Trace(), vllm_config=vllm_config or config(), device_profile=lambda: device
-    )
 
 
 @pytest.mark.parametrize(
@@ -221,6 +213,30 @@ def test_verification_that_trims_drafts_on_the_device_is_left_to_vllm():
         serving(config(speculative_config=drafts)).planning()
 
 
+@pytest.mark.parametrize(
+    ("cache", "skipped", "draft", "words"),
+    [
+        ("fp8", ["0", "3"], None, "--kv-cache-dtype-skip-layers 0 3 gives these layers a bf16 cache.*dtype fp8"),
+        ("fp8", [], drafting(sparse=True, kv_cache_dtype="auto"), "kv_cache_dtype of --speculative-config is auto"),
+        ("auto", [], drafting(sparse=True, kv_cache_dtype="fp8"), "--speculative-config is fp8.*dtype auto only"),
+        ("fp8", [], drafting(sparse=True, kv_cache_dtype="nvfp4"), "--speculative-config is nvfp4"),
+        ("fp8", ["sliding_window"], drafting(sparse=True, kv_cache_dtype="fp8_ds_mla"), ""),
+        ("bfloat16", ["0"], drafting(sparse=True, kv_cache_dtype="auto"), ""),
+        ("fp8", [], drafting(sparse=False, kv_cache_dtype="auto"), ""),
+        ("fp8", [], drafting(sparse=True, kv_cache_dtype=None), ""),
+    ],
+)
+def test_layers_with_a_cache_of_another_format_are_left_to_vllm(cache: str, skipped: Any, draft: Any, words: str):
+    """Before, the plugin opened a bf16 cache as an fp8 one, and the first batch ended the server."""
+    given = config(cache, speculative_config=draft)
+    given.cache_config.kv_cache_dtype_skip_layers = skipped
+    if not words:
+        serving(given).planning()
+        return
+    with pytest.raises(LeftToStockError, match=words):
+        serving(given).planning()
+
+
 def test_settings_that_no_batch_can_satisfy_are_refused_at_once():
     with pytest.raises(SettingsError, match="prefill_backend is flash_mla"):
         serving(prefill_backend="flash_mla").planning()
@@ -284,105 +300,6 @@ def test_layers_on_another_backend_are_left_to_vllm_and_reported():
         "FLASHMLA_SPARSE"
     ]
     assert set(here.facts()) == {"model", "device", "attention"}
-
-
-@pytest.fixture
-def backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """vLLM's enumeration of its backends."""
-    module = ModuleType("vllm.v1.attention.backends.registry")
-    module.AttentionBackendEnum = {BACKEND: object()}  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(GpuServing, "warm", lambda *_: None)
-    return module.AttentionBackendEnum  # type: ignore[attr-defined]
-
-
-def test_the_plugin_chooses_the_backend_if_the_user_did_not(backends: dict[str, object]):
-    here = serving()
-    here.prepare(torch.device("cpu"))
-    assert here.vllm_config.attention_config.backend is backends[BACKEND]
-    assert here.facts()["attention"].endswith("FLASHMLA_SPARSE, the plugin's choice")
-
-
-class Newer(dict[str, object]):
-    """The enumeration of vLLM 0.25 and later."""
-
-    FLASH_ATTN_MLA_SPARSE = "FLASH_ATTN_MLA_SPARSE"
-
-
-@pytest.mark.parametrize(
-    ("layout", "settings", "chose"),
-    [
-        ("bfloat16", {}, False),
-        ("bfloat16", {"prefill_backend": "triton"}, True),
-        ("bfloat16", {"decode_backend": "triton"}, True),
-        ("fp8", {}, True),
-    ],
-)
-def test_vllms_choice_over_a_bf16_cache_is_kept_without_times(
-    backends: dict[str, object],
-    monkeypatch: pytest.MonkeyPatch,
-    layout: str,
-    settings: dict[str, str],
-    chose: bool,
-):
-    """Field defect 7: before, padded FlashMLA replaced vLLM's FA3, which pads no heads, without a measurement."""
-    registry = sys.modules["vllm.v1.attention.backends.registry"]
-    monkeypatch.setattr(registry, "AttentionBackendEnum", Newer(backends))
-    here = serving(config(layout), **settings)
-    here.prepare(torch.device("cpu"))
-    assert here.chose == chose
-    here.vllm_config.compilation_config.static_forward_context["attn"] = layer(False, "FLASH_ATTN_MLA_SPARSE")
-    if not chose:
-        words = r"vLLM chose FLASH_ATTN_MLA_SPARSE, on SM90 \(no times on SM90 for 4 heads and a bf16 cache"
-        with pytest.raises(LeftToStockError, match=words):
-            here.check_layers()
-
-
-@pytest.mark.parametrize(("sm", "given"), [(90, "FLASH_ATTN_MLA_SPARSE"), (100, None)])
-def test_another_choice_is_the_users_or_vllms(backends: dict[str, object], sm: int, given: str | None):
-    chosen = SimpleNamespace(backend=given)
-    here = serving(config(attention_config=chosen), device=synthetic(sm, libraries=("triton", "deep_gemm")))
-    here.prepare(torch.device("cpu"))
-    assert (chosen.backend, here.chose) == (given, False)
-
-
-def test_a_kernel_that_does_not_run_leaves_the_backend_alone(monkeypatch: pytest.MonkeyPatch):
-    def fails(*_: Any) -> None:
-        raise NoProviderError("it does not run")
-
-    monkeypatch.setattr(gpu_serving, "warm", fails)
-    here = serving()
-    with pytest.raises(NoProviderError, match="it does not run"):
-        here.prepare(torch.device("cpu"))
-    assert here.vllm_config.attention_config.backend is None
-
-
-def test_a_model_without_planned_layers_is_left_to_vllm(backends: dict[str, object]):
-    def model_of(*layers: Any, backend: str | None = None, **given: Any) -> GpuServing:
-        here = serving(config(attention_config=SimpleNamespace(backend=backend)), **given)
-        here.prepare(torch.device("cpu"))
-        here.vllm_config.compilation_config.static_forward_context |= dict(enumerate(layers))
-        return here
-
-    other = layer(False, "FLASHINFER_MLA_SPARSE")
-    mixed, alone = model_of(layer(True), other), model_of(layer(True), strict="full")
-    for here in (mixed, alone):
-        here.check_layers()
-    needed = "layers on vLLM's backend FLASHINFER_MLA_SPARSE need every request's selection"
-    assert (mixed.planning().no_dense, alone.planning().no_dense) == (needed, "")
-    with pytest.raises(LeftToStockError, match="layers on vLLM's backend FLASHINFER_MLA_SPARSE are left"):
-        model_of(layer(True), other, strict="full", token_shard="on").check_layers()
-    with pytest.raises(LeftToStockError, match="layers on vLLM's backend FLASHINFER_MLA_SPARSE are left"):
-        model_of(other, backend="FLASHINFER_MLA_SPARSE").check_layers()
-    with pytest.raises(SettingsError, match="token_shard is on and cannot work here: no layer attends"):
-        model_of(other, backend="FLASHINFER_MLA_SPARSE", token_shard="on").check_layers()
-    words = f"no layer of the model attends by vLLM's {BACKEND}.*"
-    with pytest.raises(LeftToStockError, match=words + "vLLM chose FLASHINFER_MLA_SPARSE, on SM90"):
-        model_of(other).check_layers()  # the plugin's own choice was not kept to
-    with pytest.raises(LeftToStockError, match=words + "vLLM chose FLASHINFER_MLA_SPARSE, on SM100"):
-        model_of(other, device=synthetic(100, libraries=("triton", "deep_gemm"))).check_layers()
-    with pytest.raises(LeftToStockError, match=words + "no sparse layer that the plugin supports"):
-        model_of().check_layers()
 
 
 def test_decode_steps_are_planned_with_the_memory_free_after_loading(monkeypatch: pytest.MonkeyPatch):
