@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import pytest
 
 from nsa_plugin.backends.sglang.v32.attention import with_plans
 from tests.backends.fake_sglang.v32 import MODEL, DsaBackend
@@ -28,6 +31,25 @@ def runner(tp_rank: int = 0, **server_args: Any) -> Any:
         model_config=SimpleNamespace(hf_text_config=CONFIG),
         server_args=SimpleNamespace(**server_args),
     )
+
+
+def keep_arguments_raw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SGLang 0.5.23 does: what it decides is in `_resolved_overrides`, and the attribute is what the user gave."""
+
+    def resolution_result(server_args: Any, field: str, default: Any = None) -> Any:
+        for _, declared in reversed(getattr(server_args, "_resolved_overrides", None) or ()):
+            if field in declared:
+                return declared[field]
+        return getattr(server_args, field, default)
+
+    module = ModuleType("sglang.srt.arg_groups.overrides")
+    module.resolution_result = resolution_result  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def decided(**fields: Any) -> dict[str, Any]:
+    """Arguments of a server whose raw ones are all None; see `keep_arguments_raw`."""
+    return {**dict.fromkeys(fields), "_resolved_overrides": [("defaults", fields)]}
 
 
 def built(original: type = DsaBackend, prefill: str = "flashmla_kv", decode: str = "flashmla_kv") -> Any:

@@ -146,6 +146,18 @@ def model_shape(backend: Any, model_runner: Any) -> ModelShape:
     )
 
 
+def argument_of(server_args: Any, name: str) -> Any:
+    """Return one of SGLang's arguments as SGLang resolved it; None if this version has none of that name.
+
+    Where SGLang keeps its decisions apart (`resolution_result`), the attribute is what the user gave.
+    """
+    try:
+        from sglang.srt.arg_groups.overrides import resolution_result
+    except ImportError:  # this version writes them to the attribute
+        return getattr(server_args, name, None)
+    return resolution_result(server_args, name)
+
+
 def prefix_of(backend: Any) -> str:
     """Return the prefix of a V3.2 backend's attributes and flags: "dsa", or "nsa" before 0.5.13."""
     return "dsa" if hasattr(backend, "dsa_prefill_impl") else "nsa"
@@ -198,7 +210,7 @@ def attention_ranks(model_runner: Any) -> int:
 def stock_feature(backend: Any, server_args: Any) -> str | None:
     """Return a feature of this server that leaves every batch to the stock path, for either model family, or None."""
     # Some of these names exist only in some versions.
-    if getattr(backend, "hisparse_coordinator", None) is not None or getattr(server_args, "enable_hisparse", False):
+    if getattr(backend, "hisparse_coordinator", None) is not None or argument_of(server_args, "enable_hisparse"):
         return "hisparse"
     flags = (
         "enable_nsa_prefill_context_parallel",
@@ -206,10 +218,10 @@ def stock_feature(backend: Any, server_args: Any) -> str | None:
         "enable_prefill_context_parallel",
         "enable_prefill_cp",
     )
-    if any(getattr(server_args, flag, False) for flag in flags):
+    if any(argument_of(server_args, flag) for flag in flags):
         return "context-parallel prefill"
     # It promises results that do not depend on the batch size, which selects the plugin's kernels and their splits.
-    return "deterministic inference" if getattr(server_args, "enable_deterministic_inference", False) else None
+    return "deterministic inference" if argument_of(server_args, "enable_deterministic_inference") else None
 
 
 def kv_layout(backend: Any, model_runner: Any) -> str | None:

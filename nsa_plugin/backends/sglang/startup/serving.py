@@ -24,7 +24,7 @@ from nsa_plugin.backends.common.trial import tried
 from nsa_plugin.backends.common.warm import warm, warm_dense, warm_logits, warm_reading, warm_selection, warm_unpaged
 from nsa_plugin.backends.sglang.startup import samples
 from nsa_plugin.backends.sglang.startup.metrics import metrics_of
-from nsa_plugin.backends.sglang.startup.model import impls_of, kv_layout, model_shape, prefix_of, ranks
+from nsa_plugin.backends.sglang.startup.model import argument_of, impls_of, kv_layout, model_shape, prefix_of, ranks
 from nsa_plugin.backends.sglang.v4 import attention as v4_attention
 from nsa_plugin.backends.sglang.v4.kernels import longest_context
 from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner, asked_by_engine, makes_rows, v4_shape
@@ -166,7 +166,7 @@ class SglangServing:
                 portable=self.portable,
             ),
             portable=self.portable,
-            mixes=bool(getattr(model_runner.server_args, "enable_mixed_chunk", False)),
+            mixes=bool(argument_of(model_runner.server_args, "enable_mixed_chunk")),
         )
         left = adopt(backend, planner, model_runner.server_args, exchange)
         if left and settings.strict == FULL:

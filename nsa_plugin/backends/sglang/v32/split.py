@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from nsa_plugin.backends.common.dense import DensePiece, dense_piece, keys_and_values, rows_of
+from nsa_plugin.backends.sglang.startup.model import argument_of
 from nsa_plugin.backends.sglang.v32.routes import SplitExecution
 from nsa_plugin.errors import PatchError
 from nsa_plugin.kernels.kv_cache import PagedCache
@@ -188,7 +189,7 @@ def why_whole(model_runner: Any, sm: int, *, setting: str, resharding: bool, por
     if resharding:
         return "token_shard may reshard this server's batches, which are not split as well"
     for flag, why in FEATURES.items():
-        if getattr(model_runner.server_args, flag, False):
+        if argument_of(model_runner.server_args, flag):
             return why
     model = getattr(model_runner, "model", None)
     layers = [] if model is None else [layer for layer in model.modules() if hasattr(layer, "attn_mqa")]

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 
 from nsa_plugin.backends.common import token_shard
 from nsa_plugin.backends.common.token_shard import SINKS, Share, checked_group, has_sinks
-from nsa_plugin.backends.sglang.startup.model import impls_of
+from nsa_plugin.backends.sglang.startup.model import argument_of, impls_of
 from nsa_plugin.backends.sglang.v32.routes import PLANNED, v32_stock_feature
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import PatchError
@@ -78,9 +78,9 @@ def impossible(backend: Any, model_runner: Any, model: ModelShape) -> str | None
         return f"SGLang's {flag} is {prefill} and its decode backend {decode}: both fall back to the stock path"
     if has_sinks(model_runner.model_config.hf_text_config):
         return SINKS
-    if getattr(server_args, "enable_two_batch_overlap", False):
+    if argument_of(server_args, "enable_two_batch_overlap"):
         return "two-batch overlap is on, which attends two batches at once"
-    if getattr(server_args, "enable_return_indexer_topk", False):
+    if argument_of(server_args, "enable_return_indexer_topk"):
         return "the selection is returned to users, but each rank has it for some query tokens only"
     if _selection_is_broadcast():
         return "SGLANG_DSA_TOPK_BROADCAST sends the first rank's selection, which has some query tokens only, to all"
@@ -129,8 +129,8 @@ def _in_graph() -> Callable[[], bool]:
 
 def _max_tokens(server_args: Any) -> int:
     """Return the most query tokens of a batch that reshards; larger prefills, without chunking, keep heads local."""
-    chunk = getattr(server_args, "chunked_prefill_size", None)
-    return int(chunk if chunk and chunk > 0 else server_args.max_prefill_tokens)
+    chunk = argument_of(server_args, "chunked_prefill_size")
+    return int(chunk if chunk and chunk > 0 else argument_of(server_args, "max_prefill_tokens"))
 
 
 @contextmanager

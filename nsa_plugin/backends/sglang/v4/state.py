@@ -56,6 +56,6 @@ class V4State:
         return known
 
     def forget(self) -> None:
-        """Drop the last batch."""
+        """Drop the last prefill."""
         self.route = self.prefill = None
         self.schedules.clear()

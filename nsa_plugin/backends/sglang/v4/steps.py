@@ -30,9 +30,10 @@ def eager(backend: Any, forward_batch: Any) -> None:
 
 def replayed(original: Callable[..., Any], self: Any, forward_batch: Any, in_capture: bool = False, **more: Any) -> Any:
     """Around `init_forward_metadata_out_graph` (0.5.13 on), at capture and before every replay."""
+    # A rank without requests replays a graph of decode rows.
+    mode = getattr(forward_batch, "actual_forward_mode", forward_batch.forward_mode)
+    _drop_prefill(self, mode)
     if not in_capture:
-        # A rank without requests replays a graph of decode rows.
-        mode = getattr(forward_batch, "actual_forward_mode", forward_batch.forward_mode)
         _captured(self, mode, int(forward_batch.batch_size), forward_batch)
     return original(self, forward_batch, in_capture, **more)
 
@@ -42,12 +43,23 @@ def replayed_by_size(original: Callable[..., Any], self: Any, *args: Any, **kwar
     if self.nsa_plugin is not None:
         given = _signature(original).bind(self, *args, **kwargs).arguments
         batch = self._replay_forward_batch
+        _drop_prefill(self, given["forward_mode"])
         idle = batch is not None and batches.phase_of(batch.forward_mode) is Phase.IDLE
         _captured(self, batch.forward_mode if idle else given["forward_mode"], given["bs"], batch)
     return original(self, *args, **kwargs)
 
 
 _signature = functools.cache(inspect.signature)
+
+
+def _drop_prefill(backend: Any, mode: Any) -> None:
+    """Free what the layers of the last prefill shared: no step reads it, and it would stay through all replays.
+
+    An eager prefill may pass here, too, with its plan made: so SGLang's base class prepares one.
+    """
+    state: V4State | None = backend.nsa_plugin
+    if state is not None and batches.phase_of(mode) is not Phase.EXTEND:
+        state.forget()
 
 
 def _captured(backend: Any, mode: Any, requests: int, forward_batch: Any) -> None:

@@ -20,6 +20,7 @@ from nsa_plugin.libraries.devices import emulating, synthetic
 from nsa_plugin.patches.ledger import Need
 from nsa_plugin.settings import Settings
 from nsa_plugin.telemetry import SHORT_WITH_LONG
+from tests.backends.fake_sglang.model_runner import decided, keep_arguments_raw
 from tests.backends.fake_sglang.scheduler import read, runner, start
 from tests.decision.dispatch_cases import V32_FP8
 
@@ -189,3 +190,15 @@ def test_prefills_with_decode_steps_are_served_too(
     assert process.serving is not None
     (sample,) = (text for name, text in process.serving.routes.items() if name.startswith("prefill with decode steps"))
     assert sample.startswith("sparse_prefill by triton on SGLang's path flashmla_kv")
+
+
+def test_mixed_batches_that_sglang_turned_off_are_not_reported(
+    process: SglangProcess, installed: list[Need], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with speculative decoding."""
+    keep_arguments_raw(monkeypatch)
+    on(monkeypatch, 86, "triton")
+    PassedFlags({"enabled": "true", "strict": "full"}, {}).write()
+    start(process, build=runner(scaled_fp8=True, **decided(enable_mixed_chunk=False) | {"enable_mixed_chunk": True}))
+    assert process.serving is not None
+    assert not any(name.startswith("prefill with decode steps") for name in process.serving.routes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,20 +13,46 @@ from nsa_plugin.backends.common.arrival import IndexKeysMissingError
 from nsa_plugin.backends.sglang.v32 import arrival
 from nsa_plugin.backends.sglang.v32.arrival import LoadedPrefixes, loaded_prefixes
 from nsa_plugin.kernels.kv_cache import open_cache, reference_write
+from tests.backends.fake_sglang.model_runner import decided, keep_arguments_raw
 from tests.backends.fake_sglang.v32 import DsaBackend, ForwardMode, NsaBackend, forward_batch, started
 
 PAGE, WIDTH, PAGES = 64, 132, 8
 
 
-class Server:
-    """A backend, the pool of its indexer's keys, and two requests in pages 1 to 3 and 4 to 6."""
+@dataclass
+class CopiedBatch:
+    """A batch that SGLang copies field by field, as `EagerRunner.load_batch` does."""
 
-    def __init__(self, original: type = DsaBackend, written: tuple[int, ...] = (), keys: torch.Tensor | None = None):
+    forward_mode: ForwardMode
+    batch_size: int
+    seq_lens_cpu: torch.Tensor
+    extend_seq_lens_cpu: list[int]
+    extend_prefix_lens_cpu: list[int]
+    rids: list[str]
+    attn_cp_metadata: Any
+    get_max_chunk_capacity: Any
+    req_pool_indices: torch.Tensor
+    token_to_kv_pool: Any
+
+
+class Server:
+    """A backend, the pool of its KV and its indexer's keys, and two requests in pages 1 to 3 and 4 to 6."""
+
+    def __init__(
+        self,
+        original: type = DsaBackend,
+        written: tuple[int, ...] = (),
+        keys: torch.Tensor | None = None,
+        kv: torch.Tensor | None = None,
+    ):
         self.backend = started(original)
         self.backend.nsa_plugin.loaded = self.loaded = LoadedPrefixes("--enable-lmcache")
         self.keys = torch.zeros(PAGES, PAGE * WIDTH, dtype=torch.uint8) if keys is None else keys
+        self.kv = torch.ones(PAGES * PAGE, 1, 8, dtype=torch.bfloat16) if kv is None else kv
         self.reads = 0
-        pool = SimpleNamespace(start_layer=0, get_index_k_with_scale_buffer=self._read)
+        pool = SimpleNamespace(
+            start_layer=0, get_index_k_with_scale_buffer=self._read, get_key_buffer=lambda layer_id: self.kv
+        )
         self.pool = pool
         if original is DsaBackend:
             self.backend.token_to_kv_pool = pool
@@ -76,6 +103,27 @@ def test_a_prefix_without_keys_is_found_when_the_next_batch_is_prepared() -> Non
         server.prefill((0, 10))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float8_e4m3fn])
+def test_a_load_that_failed_is_left_to_sglang(dtype: torch.dtype) -> None:
+    """It ends the request. KV that came without keys is found all the same, -0.0 too."""
+    kv = torch.zeros(PAGES * PAGE, 1, 8, dtype=dtype)
+    server = Server(kv=kv)
+    server.prefill((100, 30))
+    server.replay()
+    kv[PAGE : 2 * PAGE].view(torch.uint8)[..., -1] = 0x80
+    server.prefill((100, 30))
+    with pytest.raises(IndexKeysMissingError, match="64 of the 100 cached tokens"):
+        server.replay()
+
+
+def test_a_load_that_failed_behind_a_prefix_that_was_computed_is_left_to_sglang() -> None:
+    server = Server(written=(1,))
+    server.kv[2 * PAGE :] = 0
+    server.prefill((128, 30))
+    server.replay()
+    assert server.reads == 1
+
+
 def test_a_captured_step_looks_too() -> None:
     server = Server()
     server.prefill((100, 30))
@@ -123,6 +171,18 @@ def test_a_prefill_that_a_graph_may_replay_is_noted_once_and_not_looked_at_befor
     assert len(server.loaded._noted) == 1
     with pytest.raises(IndexKeysMissingError):
         server.backend.nsa_plugin_leaves_graph(server.batch((0, 10)))
+
+
+@pytest.mark.parametrize("original", [DsaBackend, NsaBackend])
+def test_a_copy_of_a_batch_is_the_same_batch(original: type) -> None:
+    server = Server(original)
+    batch = CopiedBatch(**vars(server.batch((100, 30))))
+    server.backend.nsa_plugin_leaves_graph(batch)
+    server.backend.init_forward_metadata(replace(batch))
+    assert server.reads == 0
+    assert len(server.loaded._noted) == 1
+    with pytest.raises(IndexKeysMissingError):
+        server.prefill((100, 30))  # another batch with the same lengths
 
 
 def test_nothing_is_noted_without_a_prefix_or_of_decode_steps() -> None:
@@ -178,3 +238,8 @@ def test_the_page_of_no_token_is_not_looked_at() -> None:
 def test_servers_that_load_kv_are_looked_at(given: dict[str, bool], flag: str) -> None:
     found = loaded_prefixes(SimpleNamespace(**given))
     assert ("" if found is None else found._flag) == flag
+
+
+def test_a_loader_that_sglang_turned_off_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_arguments_raw(monkeypatch)
+    assert loaded_prefixes(SimpleNamespace(**decided(enable_lmcache=False) | {"enable_lmcache": True})) is None

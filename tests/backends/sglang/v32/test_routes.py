@@ -21,6 +21,7 @@ from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
 from tests.backends.counted import Counted
+from tests.backends.fake_sglang.model_runner import decided, keep_arguments_raw
 from tests.backends.fake_sglang.v32 import H200, MODEL, ForwardMode, forward_batch
 
 LAYOUTS = ("bf16", "v32_fp8")
@@ -333,6 +334,15 @@ def test_a_copy_that_does_not_fit_is_not_made():
 )
 def test_features_left_to_sglang(backend: dict, server_args: dict, feature: str | None):
     assert v32_stock_feature(SimpleNamespace(**backend), SimpleNamespace(**server_args)) == feature
+
+
+def test_features_that_sglang_turned_on_itself_are_left_to_it(monkeypatch: pytest.MonkeyPatch):
+    """--rl-on-policy-target turns deterministic inference on."""
+    keep_arguments_raw(monkeypatch)
+    on = SimpleNamespace(**decided(enable_deterministic_inference=True))
+    assert v32_stock_feature(SimpleNamespace(), on) == "deterministic inference"
+    off = SimpleNamespace(enable_hisparse=True, _resolved_overrides=[("hisparse", {"enable_hisparse": False})])
+    assert v32_stock_feature(SimpleNamespace(), off) is None
 
 
 def test_the_tests_model_equals_the_plugins_shape():

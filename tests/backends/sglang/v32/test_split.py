@@ -20,6 +20,7 @@ from nsa_plugin.libraries.devices import synthetic
 from tests.backends.counted import Counted
 from tests.backends.fake_sglang import layer as fake
 from tests.backends.fake_sglang.layer import TOPK, Case
+from tests.backends.fake_sglang.model_runner import decided, keep_arguments_raw
 from tests.backends.fake_sglang.v32 import ForwardMode, started
 
 pytestmark = pytest.mark.usefixtures("nothing_measured", "large_read_programs")
@@ -250,6 +251,14 @@ def test_the_server_decides_whether_prefills_are_split():
     )
     layer.learnable_sink_param = torch.nn.Parameter(torch.zeros(1))
     assert "attention sinks" in why_whole(runner(layer), 90, setting="on", resharding=False)
+
+
+def test_lora_that_sglang_turned_on_itself_leaves_prefills_whole(monkeypatch: pytest.MonkeyPatch):
+    """--lora-paths does."""
+    keep_arguments_raw(monkeypatch)
+    layer = fake.SplitAttention(started(fake.SplitBackend, layout="bf16"), "bf16")
+    assert "LoRA" in why_whole(runner(layer, **decided(enable_lora=True)), 90, setting="on", resharding=False)
+    assert why_whole(runner(layer, **decided(enable_lora=False)), 90, setting="on", resharding=False) == ""
 
 
 def test_the_request_ranges_of_a_selection_leave_dense_requests_out():

@@ -24,7 +24,7 @@ from nsa_plugin.errors import PatchError, SettingsError
 from nsa_plugin.parallel.partition import by_count
 from nsa_plugin.settings import ResolvedSettings, Settings
 from tests.backends.fake_sglang import shard_prefills, shard_steps
-from tests.backends.fake_sglang.model_runner import built, runner
+from tests.backends.fake_sglang.model_runner import built, decided, keep_arguments_raw, runner
 from tests.backends.fake_sglang.v32 import H200, MODEL, DsaBackend, ForwardMode, forward_batch
 from tests.parallel.ranks import on_ranks
 
@@ -235,6 +235,24 @@ def test_servers_that_do_not_support_resharding(
     prefill, *decode = impls.split(", ")
     said = impossible(built(prefill=prefill, decode=(decode or [prefill])[0]), runner(**args), MODEL)
     assert (said is None) if why is None else (said is not None and why in said)
+
+
+def test_buffers_hold_the_chunks_that_sglang_decided_on(monkeypatch: pytest.MonkeyPatch):
+    sizes = {"max_prefill_tokens": 16384}
+    assert token_shard._max_tokens(SimpleNamespace(chunked_prefill_size=4096, **sizes)) == 4096  # an older version
+    keep_arguments_raw(monkeypatch)
+    assert token_shard._max_tokens(SimpleNamespace(**sizes, **decided(chunked_prefill_size=4096))) == 4096
+    assert token_shard._max_tokens(SimpleNamespace(**sizes, **decided(chunked_prefill_size=-1))) == 16384
+    assert token_shard._max_tokens(SimpleNamespace(chunked_prefill_size=2048, **sizes)) == 2048
+
+
+@pytest.mark.parametrize("flag", ["enable_two_batch_overlap", "enable_deterministic_inference"])
+def test_what_sglang_turned_on_itself_stops_resharding(
+    envs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, flag: str
+):
+    keep_arguments_raw(monkeypatch)
+    assert impossible(built(), runner(**decided(**{flag: True})), MODEL) is not None
+    assert impossible(built(), runner(**decided(**{flag: False})), MODEL) is None
 
 
 def group_module(monkeypatch: pytest.MonkeyPatch, **members: Any) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from nsa_plugin.backends.sglang.v4.attention import with_v4_plans
 from nsa_plugin.decision.plan import Plan
@@ -108,3 +111,40 @@ def test_a_replay_of_the_first_version_is_recorded_by_its_size(mode: ForwardMode
     backend.init_forward_metadata_replay_cuda_graph(**replay)
     assert len(backend.counted) == 1
     assert backend.calls == ["replayed 8", "replayed 8"]
+
+
+def held(backend: Any) -> weakref.ref[torch.Tensor]:
+    """Prepare a prefill; return what the state's tables of it would hold."""
+    backend.init_forward_metadata(forward_batch(ForwardMode.EXTEND, [9], [300]))
+    backend.nsa_plugin.prefill.tables = kept = torch.zeros(4)
+    return weakref.ref(kept)
+
+
+@pytest.mark.parametrize("steps", ["auto", "reference"])
+@pytest.mark.parametrize("in_capture", [True, False])
+def test_a_captured_step_frees_the_prefill_before_it(steps: str, in_capture: bool):
+    backend = stepping(prefill_backend="reference", decode_backend=steps)
+    kept = held(backend)
+    assert kept() is not None
+    backend.init_forward_metadata_out_graph(backend.batch.forward, in_capture=in_capture)
+    gc.collect()
+    assert kept() is None
+    assert (backend.nsa_plugin.route, backend.nsa_plugin.schedules) == (None, {})
+
+
+def test_a_replay_of_the_first_version_frees_the_prefill_before_it():
+    backend = stepping(FirstEngine, prefill_backend="reference")
+    kept = held(backend)
+    given = {name: None for name in ("req_pool_indices", "seq_lens", "encoder_lens", "spec_info", "seq_lens_cpu")}
+    backend.init_forward_metadata_replay_cuda_graph(bs=8, seq_lens_sum=0, forward_mode=ForwardMode.DECODE, **given)
+    gc.collect()
+    assert kept() is None
+
+
+def test_an_eager_prefill_that_passes_there_keeps_its_plan():
+    """SGLang's base class prepares one through the same function."""
+    backend = stepping(prefill_backend="reference")
+    backend.init_forward_metadata(given := forward_batch(ForwardMode.EXTEND, [9], [300]))
+    backend.init_forward_metadata_out_graph(given)
+    assert backend.nsa_plugin.route is not None
+    assert backend.nsa_plugin.prefill is not None
