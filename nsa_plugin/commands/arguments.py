@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _Arguments = argparse.ArgumentParser | argparse._ArgumentGroup
@@ -25,6 +25,11 @@ def option(group: _Arguments, flag: str, kind: Callable[[str], Any], text: str, 
 def switch(group: _Arguments, flag: str, text: str) -> None:
     """Add an option without a value."""
     group.add_argument(flag, action="store_true", help=text)
+
+
+def given(args: argparse.Namespace, options: Iterable[str]) -> list[str]:
+    """Those of the options that the user gave, if they have no default; 0 counts as not given."""
+    return [name for name in options if getattr(args, name.removeprefix("--").replace("-", "_"))]
 
 
 def natural(text: str) -> int:

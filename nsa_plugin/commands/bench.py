@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from nsa_plugin.commands.arguments import option, positive, seconds, switch
+from nsa_plugin.commands.arguments import given, option, positive, seconds, switch
 from nsa_plugin.libraries.architectures import EMULATED
 from nsa_plugin.libraries.registry import OPS, REFERENCE, Registry
 from nsa_plugin.tools.bench.cases import SUITES, BenchError, Suite, selected_suites
@@ -74,15 +74,15 @@ def run(args: argparse.Namespace) -> int:
     if REPORT in args.suites:
         if args.suites != [REPORT]:
             raise BenchError(f"{REPORT} takes no suites")
-        if given := _given(args, ("--list", *MEASURING)):
-            raise BenchError(f"{REPORT} takes {' and '.join(REPORTING)}; leave out {given[0]}")
+        if found := given(args, ("--list", *MEASURING)):
+            raise BenchError(f"{REPORT} takes {' and '.join(REPORTING)}; leave out {found[0]}")
         return _report(args.records or RECORDS, plots=args.plots)
-    if given := _given(args, REPORTING):
-        raise BenchError(f"{given[0]} belongs to: nsa-plugin bench {REPORT}")
+    if found := given(args, REPORTING):
+        raise BenchError(f"{found[0]} belongs to: nsa-plugin bench {REPORT}")
     suites = selected_suites(args.suites)
     if args.list:
-        if given := _given(args, MEASURING):
-            raise BenchError(f"--list measures nothing; leave out {given[0]}")
+        if found := given(args, MEASURING):
+            raise BenchError(f"--list measures nothing; leave out {found[0]}")
         from nsa_plugin.tools.bench.tables import print_suites
 
         print_suites(console())
@@ -93,12 +93,6 @@ def run(args: argparse.Namespace) -> int:
         raise BenchError("--tiny makes no record; leave out --json")
     _check_providers(args.provider)
     return _measure(suites, args)
-
-
-def _given(args: argparse.Namespace, options: Iterable[str]) -> list[str]:
-    """Those of the options that the user gave."""
-    values = {name: getattr(args, name.removeprefix("--").replace("-", "_")) for name in options}
-    return [name for name, value in values.items() if value not in (None, False, [])]
 
 
 def _check_providers(wanted: Iterable[str]) -> None:

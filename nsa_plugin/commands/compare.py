@@ -15,7 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from nsa_plugin.commands.compare_options import ENGINES, MEASURED, USUAL_CONTEXT, add_arguments, fill_in, measuring
+from nsa_plugin.commands.arguments import given
+from nsa_plugin.commands.compare_options import ENGINES, MEASURED, MEASURING, USUAL_CONTEXT, add_arguments, fill_in
 from nsa_plugin.commands.signals import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, sigterm_raises
 from nsa_plugin.tools import records
 from nsa_plugin.tools.compare import cross_engine, model, record, report
@@ -152,10 +153,9 @@ def _check_measured(args: argparse.Namespace, measured: Measured) -> None:
             f"--measured is {args.measured}, which was measured with {engine}; compare {args.engine} takes a file that "
             f"was measured with {args.engine}"
         )
-    given = measuring(args) + (["flags after --"] if args.engine_flags else [])
-    if given:
+    if found := given(args, MEASURING) + (["flags after --"] if args.engine_flags else []):
         raise CompareError(
-            f"--measured cannot be combined with {', '.join(given)}: it judges what a run saved and starts no server; "
+            f"--measured cannot be combined with {', '.join(found)}: it judges what a run saved and starts no server; "
             "allowed: --beside and the output options"
         )
 

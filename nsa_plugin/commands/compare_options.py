@@ -149,11 +149,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(output, "--commit HASH", str, "commit for the record, where the source is in no checkout")
 
 
-def measuring(args: argparse.Namespace) -> list[str]:
-    """The options of `MEASURING` that the user gave."""
-    return [name for name in MEASURING if getattr(args, name.removeprefix("--").replace("-", "_"))]
-
-
 def fill_in(args: argparse.Namespace) -> None:
     """Set the defaults of the options that the user did not give."""
     for name, usual in _USUAL.items():

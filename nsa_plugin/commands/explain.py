@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict, fields
 from typing import Any
 
-from nsa_plugin.commands.arguments import above_zero, natural, option, positive, switch
+from nsa_plugin.commands.arguments import above_zero, given, natural, option, positive, switch
 from nsa_plugin.commands.output import add_json, add_verbose, print_json
 from nsa_plugin.commands.starts import in_use
 from nsa_plugin.decision.case import count
@@ -198,9 +198,8 @@ def _model(args: argparse.Namespace) -> ModelShape:
 
 def _batch(args: argparse.Namespace) -> BatchShape:
     if Phase(args.phase) is Phase.IDLE:
-        given = [name for name in ("requests", "q_tokens", "max_kv", "total_kv") if getattr(args, name)]
-        if given:
-            raise ShapeError(f"an idle batch has no requests: leave out {_flags(given)}")
+        if found := given(args, ("--requests", "--q-tokens", "--max-kv", "--total-kv")):
+            raise ShapeError(f"an idle batch has no requests: leave out {', '.join(found)}")
         return BatchShape(phase=Phase.IDLE)
     decode = Phase(args.phase) is Phase.DECODE
     requests = args.requests or ((args.q_tokens or 1) if decode else 1)
@@ -237,10 +236,6 @@ def _batch(args: argparse.Namespace) -> BatchShape:
         context_parallel=args.context_parallel,
         attention_workspace_tokens=args.workspace_tokens,
     )
-
-
-def _flags(names: list[str]) -> str:
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def _device(args: argparse.Namespace) -> DeviceProfile:

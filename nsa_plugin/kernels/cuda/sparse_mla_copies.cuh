@@ -63,13 +63,13 @@ DEVICE void start_copies(Shared& shared, int stage, int copier, int record, int 
 }
 #else
 // Eight lanes copy a record, 128 bytes at a time: nothing is read from shared memory behind a copy, which would wait for it.
-constexpr int TEAM = 8;
-constexpr int KNOWN = COPIES * TEAM / 32;
-static_assert(KNOWN >= 1 && COPIES * TEAM % 32 == 0, "a warp's lanes copy whole records");
-DEVICE int known_record(int copier, int lane, int k) { return copier * COPIES + k * (32 / TEAM) + lane / TEAM; }
-DEVICE bool knows_first(int lane) { return lane % TEAM == 0; }
+constexpr int KNOWERS = 8;
+constexpr int KNOWN = COPIES * KNOWERS / 32;
+static_assert(KNOWN >= 1 && COPIES * KNOWERS % 32 == 0, "a warp's lanes copy whole records");
+DEVICE int known_record(int copier, int lane, int k) { return copier * COPIES + k * (32 / KNOWERS) + lane / KNOWERS; }
+DEVICE bool knows_first(int lane) { return lane % KNOWERS == 0; }
 
-constexpr int PIECES = (COPIED / 16 + TEAM - 1) / TEAM;  // that a lane copies of a record
+constexpr int PIECES = (COPIED / 16 + KNOWERS - 1) / KNOWERS;  // that a lane copies of a record
 constexpr int PARTS = KEYS / 16 * VALUE_TILES / 2;       // of a block's second product: see `multiply_values`
 static_assert(!COPY_BETWEEN || (KNOWN == 1 && STAGES == 3 && PIECES <= 2 * PARTS), "two pieces of a record in each part");
 
@@ -79,16 +79,14 @@ struct Pieces {
     Entry entry;
 
     DEVICE Pieces(Shared& shared, int stage, int record, int lane, const Entry& entry)
-        : to(shared_address(&shared.records[stage][record * ROW]) + lane % TEAM * 16), entry(entry) {}
+        : to(shared_address(&shared.records[stage][record * ROW]) + lane % KNOWERS * 16), entry(entry) {}
 
     // So many from number `first` on.
     template <int COUNT>
     DEVICE void copy(int first, int lane) const {
-        const u8* from = entry.record + lane % TEAM * 16;
+        const u8* from = entry.record + lane % KNOWERS * 16;
 #pragma unroll
-        for (int k = first; k < first + COUNT; ++k)
-            if ((k + 1) * TEAM * 16 <= COPIED || (k < PIECES && lane % TEAM < COPIED / 16 % TEAM))
-                copy_16_bytes(to + k * TEAM * 16, from + k * TEAM * 16);
+        for (int k = first; k < first + COUNT; ++k) copy_piece<COPIED, KNOWERS>(to, from, k, lane);
     }
 
     DEVICE void copy_scales(Shared& shared, int stage, int record, int lane) const {
