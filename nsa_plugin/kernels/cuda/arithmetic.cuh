@@ -9,13 +9,6 @@ typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
 
-// Two e4m3 codes each from the even and the odd bytes of a register. A code's bits, one further right, are a float16 of
-// 2^-8 of its value, exactly, but for the code of NaN, which becomes 480 * 2^-8: what follows has to see to it.
-DEVICE void codes_to_f16(u32 codes, u32& even, u32& odd) {
-    even = (codes << 7 & 0x3f803f80u) | (codes << 8 & 0x80008000u);
-    odd = (codes >> 1 & 0x3f803f80u) | (codes & 0x80008000u);
-}
-
 // Over groups of LANES neighbouring lanes.
 template <int LANES>
 DEVICE float max_of_lanes(float x) {

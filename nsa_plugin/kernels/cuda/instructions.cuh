@@ -49,6 +49,13 @@ DEVICE u32 multiply_f16(u32 a, u32 b) {
     return r;
 }
 
+// The bits of `a` where the mask has ones, elsewhere those of `b`. The compiler makes two instructions of the expression.
+DEVICE u32 select_bits(u32 mask, u32 a, u32 b) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(r) : "r"(a), "r"(b), "r"(mask));
+    return r;
+}
+
 #if NATIVE_FP8
 // Two e4m3 codes each from the lower and the upper half of a register.
 DEVICE void fp8_to_f16(u32 codes, u32& lower, u32& upper) {

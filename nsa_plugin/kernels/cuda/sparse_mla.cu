@@ -204,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
             asm volatile("" : "+r"(slot));
             Pieces pieces(shared, filled, record, lane, place_of(block + STAGES - 1, slot, record));
             if (n == 0) note_members(filled, slot, record), pieces.copy_scales(shared, filled, record, lane);
-            pieces.copy<2>(2 * n, lane);
+            pieces.copy<2>(2 * n);
             if (n == PARTS - 1) slots_of(next, block + STAGES, slot_of);
         };
 #endif

@@ -107,7 +107,15 @@ DEVICE void value_codes(u32 codes, u32& even, u32& odd) { fp8_to_f16(__byte_perm
 // 35 * 2^10 takes the largest code, 448, to 62720, exactly, and that of NaN beyond float16's largest: an infinity in S.
 constexpr float KEY_UNIT = 140.f, VALUE_UNIT = 0x1p-8f;
 
-DEVICE void value_codes(u32 codes, u32& even, u32& odd) { codes_to_f16(codes, even, odd); }
+// A code's bits, one further right but for the sign, are a float16 of 2^-8 of its value, exactly, but for the code of NaN,
+// which becomes 480 * 2^-8: what follows has to see to it. Two codes each from the even and the odd bytes.
+DEVICE void value_codes(u32 codes, u32& even, u32& odd) {
+    constexpr u32 MAGNITUDES = 0x3f803f80u;
+    u32 signs = codes & 0x80808080u;
+    asm("" : "+r"(signs));  // so that the compiler does not take other signs for each half
+    even = select_bits(MAGNITUDES, codes << 7, signs << 8);
+    odd = select_bits(MAGNITUDES, codes >> 1, signs);
+}
 #endif
 
 // A key's codes 4 t to 4 t + 3: pairs for k = 2 t and for k = 2 t + 8. `order_of_codes`: the same order, of the query.

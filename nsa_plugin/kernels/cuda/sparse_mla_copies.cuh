@@ -62,31 +62,38 @@ DEVICE void start_copies(Shared& shared, int stage, int copier, int record, int 
     copy_in_bulk<COPIED, ROW>(shared, stage, copier, full);
 }
 #else
-// Eight lanes copy a record, 128 bytes at a time: nothing is read from shared memory behind a copy, which would wait for it.
+// Eight lanes copy a record, a line of 128 bytes at a time: nothing is read from shared memory behind a copy, which would wait for it.
 constexpr int KNOWERS = 8;
 constexpr int KNOWN = COPIES * KNOWERS / 32;
 static_assert(KNOWN >= 1 && COPIES * KNOWERS % 32 == 0, "a warp's lanes copy whole records");
 DEVICE int known_record(int copier, int lane, int k) { return copier * COPIES + k * (32 / KNOWERS) + lane / KNOWERS; }
 DEVICE bool knows_first(int lane) { return lane % KNOWERS == 0; }
 
-constexpr int PIECES = (COPIED / 16 + KNOWERS - 1) / KNOWERS;  // that a lane copies of a record
+constexpr int LINE = 16 * KNOWERS;
+constexpr int PIECES = (LINE - 16 + COPIED + LINE - 1) / LINE;  // that a lane copies of a record: of each of its lines one
 constexpr int PARTS = KEYS / 16 * VALUE_TILES / 2;       // of a block's second product: see `multiply_values`
 static_assert(!COPY_BETWEEN || (KNOWN == 1 && STAGES == 3 && PIECES <= 2 * PARTS), "two pieces of a record in each part");
 
-// A lane's pieces of a record.
+// A lane's pieces of a record, 16 bytes of each line of 128 bytes that the record lies in. Eight lanes that copied from two
+// lines at once would take the L1 cache twice as long.
 struct Pieces {
-    u32 to;
     Entry entry;
+    int first_byte;  // of the first piece, in the record; negative: before it
+    u32 to;
 
     DEVICE Pieces(Shared& shared, int stage, int record, int lane, const Entry& entry)
-        : to(shared_address(&shared.records[stage][record * ROW]) + lane % KNOWERS * 16), entry(entry) {}
+        : entry(entry),
+          first_byte(lane % KNOWERS * 16 - (int)((u64)entry.record % LINE)),
+          to(shared_address(&shared.records[stage][record * ROW]) + first_byte) {}
 
     // So many from number `first` on.
     template <int COUNT>
-    DEVICE void copy(int first, int lane) const {
-        const u8* from = entry.record + lane % KNOWERS * 16;
+    DEVICE void copy(int first) const {
 #pragma unroll
-        for (int k = first; k < first + COUNT; ++k) copy_piece<COPIED, KNOWERS>(to, from, k, lane);
+        for (int k = first; k < first + COUNT; ++k) {
+            bool begins = k > 0 || first_byte >= 0, ends = (k + 1) * LINE > COPIED && first_byte + k * LINE >= COPIED;
+            if (k < PIECES && begins && !ends) copy_16_bytes(to + k * LINE, entry.record + first_byte + k * LINE);
+        }
     }
 
     DEVICE void copy_scales(Shared& shared, int stage, int record, int lane) const {
@@ -97,7 +104,7 @@ struct Pieces {
 DEVICE void start_copies(Shared& shared, int stage, int, int record, int lane, const Entry& entry) {
     Pieces pieces(shared, stage, record, lane, entry);
     pieces.copy_scales(shared, stage, record, lane);
-    pieces.copy<PIECES>(0, lane);
+    pieces.copy<PIECES>(0);
 }
 #endif
 

@@ -71,6 +71,8 @@ DEVICE u32 multiply_f16(u32 a, u32 b) {
     return lower | (u32)to_half(half_to_float((u16)(a >> 16)) * half_to_float((u16)(b >> 16))) << 16;
 }
 
+DEVICE u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+
 #if NATIVE_FP8
 // e4m3: 480 is the code of NaN.
 DEVICE u16 code_to_half(u8 code) {
