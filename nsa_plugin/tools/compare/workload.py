@@ -167,12 +167,13 @@ def _prefix_requests(selects_above: int, tokens: Callable[[str, int], tuple[int,
     """Prompts with a shared prefix, in total below and above `selects_above`: a first one, one that differs from the
     middle of it on, and one that continues it, like the next turn of a conversation.
 
-    Engines keep a sliding window, which V4 has, only where they expect to continue, as at the end of a prompt.
+    Engines keep a sliding window, which V4 has, only where they expect to continue: at the last whole page of a prompt.
+    With MTP they also read tokens behind that page, so these prompts end within a page.
     """
-    made = []
+    made, begun = [], selects_above * 3 // 64
     for name, shared_count, more in (
-        ("below-topk", selects_above // 2, selects_above // 8),
-        ("above-topk", selects_above * 3 // 2, selects_above // 4),
+        ("below-topk", selects_above // 2, selects_above // 8 + begun),
+        ("above-topk", selects_above * 3 // 2, selects_above // 4 + begun),
     ):
         shared = tokens(f"{name}/shared", shared_count)
         first = shared + tokens(f"{name}/first", more)
