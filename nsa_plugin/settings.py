@@ -186,7 +186,7 @@ class Settings:
         _parse_trace,
         "off, log, PATH.jsonl",
         "`log`: log each kind of plan once, with its reasons. A path that ends in .jsonl: append every batch to that "
-        "file as JSON lines, one per request, and compare the ranks' rows before each head/token all-to-all.",
+        "file, as one JSON line with its requests, and compare the ranks' rows before each head/token all-to-all.",
     )
     report: str = _setting(
         "",

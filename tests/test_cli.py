@@ -214,6 +214,26 @@ def test_explain_is_short_and_fits_80_columns(
 
 
 @pytest.mark.parametrize(
+    ("flags", "left"),
+    [
+        ("--model v4 --phase decode", True),
+        ("--model v4 --phase target_verify", True),
+        ("--model v4 --phase decode --sm 120", False),
+        ("--model v4 --phase decode --portable on", False),
+        ("--model v4 --phase decode --decode-backend cuda", False),
+        ("--model v4 --phase extend", False),
+        ("--model v3.2 --phase decode", False),
+    ],
+)
+def test_explain_says_what_engines_run_by_their_own_code(
+    capsys: pytest.CaptureFixture[str], flags: str, left: bool
+) -> None:
+    sm = "" if "--sm" in flags else "--sm 90 "
+    notes = data(capsys, f"explain {sm}{flags} --requests 2 --max-kv 9000")["notes"]
+    assert any("decode_backend=auto" in note for note in notes) == left
+
+
+@pytest.mark.parametrize(
     ("flag", "v32", "v4"),
     [
         ("", "bf16", "v4_fp8"),

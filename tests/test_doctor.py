@@ -333,7 +333,7 @@ def test_doctor_gives_the_command_that_installs_the_entry_point_first(
     monkeypatch.setenv("TOY_PLUGINS", "one")
     state = state_of(engine_on_disk(tmp_path, monkeypatch, group="other.plugins"), synthetic(0))
     assert "entry point" in state.reason
-    assert state.fix == "pip install --force-reinstall --no-deps nsa-plugin"
+    assert state.fix == "in a clone of nsa-plugin: pip install --force-reinstall --no-deps ."
 
 
 @pytest.mark.parametrize("allowed", ["", "one, nsa_plugin"])

