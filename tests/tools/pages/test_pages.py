@@ -436,11 +436,8 @@ def test_only_a_check_of_agreement_is_a_failed_tolerance(failed: list[str], show
     assert cells(line)[2] == (f"[{shown.strip('*')}](benchmarks/h200/a.md)" if failed else "0")
 
 
-@pytest.mark.parametrize(
-    "suite", ["vllm-0.33.0-v4-64heads-fp8-mtp-chunk8192", "sglang-0.5.23-v4-64heads-fp8-mtp-chunk8192"]
-)
-def test_the_kept_records_whose_answers_agreed_did_not_fail_their_tolerance(suite: str) -> None:
-    record = json.loads((docs.RECORDS / "h100" / f"{suite}.json").read_text())
+def test_a_kept_record_whose_answers_agreed_did_not_fail_its_tolerance() -> None:
+    record = json.loads((docs.RECORDS / "h100" / "vllm-0.33.0-v4-64heads-fp8-mtp-chunk8192.json").read_text())
     assert comparisons.result(record) == f'**{OTHER.format("one check")}: "the prefix cache was hit"**'
 
 
@@ -540,7 +537,7 @@ def test_plots_without_matplotlib_say_what_to_install(monkeypatch: pytest.Monkey
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(BenchError, match=r"pip install 'nsa-plugin\[bench\]'"):
+    with pytest.raises(BenchError, match=r"pip install matplotlib"):
         plots.draw(one_record(ROWS), tmp_path / "x.svg")
 
 
