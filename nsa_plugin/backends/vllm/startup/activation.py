@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import gc
 import logging
 import os
 import sys
@@ -77,6 +78,28 @@ class VllmProcess:
         if self.counters is None:
             self.counters = counters.collect_here()
 
+    def end_earlier(self, vllm_config: Any) -> None:
+        """Forget an earlier engine of this process, before another one starts.
+
+        Raises:
+            PatchError: it is still there. The patches are of the process, so the other's layers would be planned for it.
+        """
+        from nsa_plugin.backends.vllm.startup.model import is_sparse
+
+        if self.serving is None:
+            return
+        if self.serving.is_running():
+            gc.collect()  # an engine that nobody refers to any more may wait for this
+        if not self.serving.is_running():
+            if self.serving.is_over():
+                self.serving = None
+        elif vllm_config.model_config is not None and is_sparse(vllm_config):
+            raise PatchError(
+                "nsa-plugin serves another engine in this process, and two with sparse attention cannot share one. "
+                "Shut the other down first (LLM.llm_engine.engine_core.shutdown()), start this one in a process of its own "
+                "(unset VLLM_ENABLE_V1_MULTIPROCESSING), or leave the plugin off for both"
+            )
+
     def give_up(self, error: NsaPluginError, resolved: ResolvedSettings, *, report: bool = True) -> None:
         """Let stock vLLM serve in this worker: strict is off, or the plugin does not support the configuration."""
         self.serving = None
@@ -118,14 +141,18 @@ def transfer_notes(vllm_config: Any) -> list[str]:
     indexer, and load errors name blocks, not layers.
     """
     from nsa_plugin.backends.vllm.startup.arrival import connector_of
+    from nsa_plugin.backends.vllm.startup.model import decode_context_parallel_size, family_of
 
     connector = connector_of(vllm_config)
     if not connector:
         return []
+    looks = family_of(vllm_config) != "v4" and decode_context_parallel_size(vllm_config) == 1
+    found = "The plugin does not look for them here"
+    if looks:
+        found = "A request whose prefix comes without any ends the server"
     return [
         f"KV connector {connector}: vLLM does not report whether it transfers the indexer's keys, and without them the "
-        "answers are wrong. A request whose prefix comes without any ends the server; compare one prompt computed and "
-        "transferred (docs/faq.md)"
+        f"answers are wrong. {found}; compare one prompt computed and transferred (docs/faq.md)"
     ]
 
 
@@ -343,10 +370,10 @@ def start_serving(vllm_config: Any) -> VllmServing | None:
         NsaPluginError: something does not fit; see `Settings.ends_start`.
     """
     this = process()
-    if this.serving is not None and this.serving.is_over():  # an earlier engine's of this process
-        this.serving = None
     resolved = this.settings(vllm_config)
-    if not wanted(vllm_config, resolved):
+    serves = wanted(vllm_config, resolved)
+    this.end_earlier(vllm_config)
+    if not serves:
         return None
     try:
         needs = check_here(vllm_config, resolved, installs=True)

@@ -70,6 +70,13 @@ def draft_is_sparse(vllm_config: Any) -> bool | None:
     return None if draft is None else _has_indexer(draft)
 
 
+def drafts_share_selection(vllm_config: Any) -> bool:
+    """Whether later draft steps read the selection of the first (GLM-5's index_share_for_mtp_iteration)."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(getattr(speculative, "draft_model_config", None), "hf_config", None)
+    return bool(getattr(draft, "index_share_for_mtp_iteration", False))
+
+
 def _has_indexer(model_config: Any) -> bool:
     return model_config is not None and hasattr(model_config.hf_text_config, "index_topk")
 

@@ -41,6 +41,10 @@ class VllmServing:
         """Return whether vLLM has shut down the engine that this is of, as far as that shows."""
         return False
 
+    def is_running(self) -> bool:
+        """Return whether the engine that this is of is there, as far as that shows."""
+        return False
+
     def request_ids(self, common: Any = None) -> list[str]:
         """Return the ids of a batch's requests, in batch order; "" or none where vLLM does not say.
 

@@ -18,7 +18,7 @@ changes it in three places, and how a prefill's selection is made (`prefill_sele
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -69,7 +69,8 @@ def prefill_chunks(original: Callable[..., list[Chunk]], planning: Planning) -> 
             return original(seq_lens_cpu, query_lens_cpu, workspace_size, max_logits_bytes, request_offset)
         chunks: list[Chunk] = []
         own = own_rows(split)
-        for first, end in runs(split, query_lens_cpu.tolist(), request_offset):
+        dense: Container[int] = () if planner.scores_dense else split.dense_requests
+        for first, end in runs(split, query_lens_cpu.tolist(), request_offset, dense):
             some = slice(first, end)
             given = (seq_lens_cpu[some], query_lens_cpu[some], workspace_size, planner.logits_budget)
             if own is None or request_offset + first < split.num_steps:
@@ -108,15 +109,16 @@ def _own_chunks(
     return found
 
 
-def runs(split: Split, q_lens: list[int], offset: int) -> list[tuple[int, int]]:
-    """(first, end) of contiguous requests that select: those with query tokens that are not dense.
+def runs(split: Split, q_lens: list[int], offset: int, dense: Container[int]) -> list[tuple[int, int]]:
+    """(first, end) of contiguous requests that select: those with query tokens, but for the dense ones.
 
     If a prefill reshards, steps that vLLM's indexer takes for prefills form a separate run.
 
     Args:
         q_lens: query tokens of the requests from `offset` on.
+        dense: the requests of the batch that need no selection.
     """
-    dense, apart = split.dense_requests, own_rows(split) is not None
+    apart = own_rows(split) is not None
     selects = [
         (rows > 0 and offset + place not in dense, apart and offset + place < split.num_steps)
         for place, rows in enumerate(q_lens)

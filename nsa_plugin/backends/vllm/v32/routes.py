@@ -140,6 +140,7 @@ class VllmPlanner(Planner):
         max_model_len: most tokens of a request that the server allows; taken as the context of every step.
         step_tokens: most query tokens of a decode or verify request: 1 plus the speculated ones.
         no_dense: why no prompt attends densely; "" = they may.
+        scores_dense: whether the indexer selects for prompts that attend densely, too, as later draft steps read it.
         workspace_tokens: most context tokens of a dense part; 0: no limit.
         split_selection_rows: from this many query tokens of a prefill on, vLLM's ranks each select for a share of them
             (0.32 on); 0: never.
@@ -156,6 +157,7 @@ class VllmPlanner(Planner):
     max_model_len: int = 1
     step_tokens: int = 1
     no_dense: str = ""
+    scores_dense: bool = False
     workspace_tokens: int = 0
     split_selection_rows: int = 0
     request_ids: Callable[[Any], Sequence[str]] = lambda common: ()

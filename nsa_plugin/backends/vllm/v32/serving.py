@@ -32,6 +32,7 @@ from nsa_plugin.backends.common.warm import (
 from nsa_plugin.backends.vllm.startup.model import (
     GPU_LAYOUTS,
     check_on_gpu,
+    drafts_share_selection,
     is_portable,
     model_shape,
     step_tokens,
@@ -180,6 +181,7 @@ class GpuServing(VllmServing):
             "portable": self.portable,
             # vLLM's sparse layers then pass every query token to `forward_mqa` (0.28 on).
             "no_dense": FORCES_MQA if getattr(attention, "sparse_mla_force_mqa", False) else "",
+            "scores_dense": drafts_share_selection(self.vllm_config),
             "workspace_tokens": dense_workspace_tokens(self.vllm_config),
             "split_selection_rows": int(getattr(attention, "indexer_tp_shard_min_rows", 0)),
         }
@@ -354,8 +356,11 @@ class GpuServing(VllmServing):
         return self.layers()[0] > 0
 
     def is_over(self) -> bool:
-        # From 0.33 on a shutdown empties this.
-        return not self.vllm_config.compilation_config.static_forward_context
+        return not self.is_running()
+
+    def is_running(self) -> bool:
+        # Its layers, which a shutdown takes from there.
+        return bool(self.vllm_config.compilation_config.static_forward_context) and self.worker() is not None
 
     @property
     def option(self) -> str:

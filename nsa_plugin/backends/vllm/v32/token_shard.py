@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 from nsa_plugin.backends.common import token_shard
 from nsa_plugin.backends.common.token_shard import SINKS, Exchange, checked_group, has_sinks
+from nsa_plugin.backends.vllm.startup.model import drafts_share_selection
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import NsaPluginError
@@ -106,8 +107,7 @@ def impossible(vllm_config: Any) -> str | None:
     ranks = getattr(speculative, "draft_tensor_parallel_size", None)
     if ranks is not None and ranks != parallel.tensor_parallel_size:
         return f"the draft model has {ranks} of the {parallel.tensor_parallel_size} ranks, with other heads on each"
-    draft = getattr(getattr(speculative, "draft_model_config", None), "hf_config", None)
-    if getattr(draft, "index_share_for_mtp_iteration", False):
+    if drafts_share_selection(vllm_config):
         return (
             "later draft steps read the selection of the first (index_share_for_mtp_iteration), which each rank has "
             "for some query tokens only"

@@ -490,9 +490,12 @@ def test_another_engine_of_the_process_is_not_taken_for_one_that_was_shut_down(
 ):
     """A second `LLM` of an in-process engine, without sparse attention or with the plugin off."""
     earlier = configured(strict="full")
-    load_model(worker_of(earlier))
+    serves = worker_of(earlier)
+    load_model(serves)
     assert process.serving is not None
-    worker_of(configured(enabled=False))
+    dense = configured(enabled=False)
+    del dense.model_config.hf_text_config.index_topk
+    worker_of(dense)
     assert process.serving is not None, "the first one still serves"
     earlier.compilation_config.static_forward_context.clear()  # as vLLM does when it shuts down
     other = configured(enabled=False) if off else configured(backend="FLASH_ATTN", strict="full")
@@ -503,6 +506,19 @@ def test_another_engine_of_the_process_is_not_taken_for_one_that_was_shut_down(
     load_model(worker)
     warm_up(worker)
     assert (gpu_patches.planning(), reports) == (None, [])
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_two_engines_with_sparse_attention_cannot_share_a_process(process: VllmProcess, enabled: bool):
+    """The patches are of the process: the second one's layers would be planned for the first."""
+    serves = worker_of(configured(strict="full"))
+    load_model(serves)
+    with pytest.raises(PatchError, match="another engine in this process"):
+        worker_of(configured(enabled=enabled))
+    assert process.serving is not None
+    del serves  # nobody refers to the first one any more
+    worker_of(configured(enabled=enabled))
+    assert (process.serving is not None) == enabled
 
 
 def _fails(*_: Any) -> None:

@@ -174,9 +174,16 @@ def test_keys_of_another_format_are_not_judged(cache: torch.Tensor) -> None:
     world.batch(a=(1, 10))
 
 
-def configured(connector: str | None = "SomeConnector", ranks: int = 1, cache: Any = None) -> Any:
+def configured(
+    connector: str | None = "SomeConnector",
+    ranks: int = 1,
+    cache: Any = None,
+    architecture: str = "DeepseekV32ForCausalLM",
+) -> Any:
     layer = SimpleNamespace(kv_cache=cache)
+    named = SimpleNamespace(architectures=[architecture])
     return SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=named, hf_text_config=named),
         kv_transfer_config=SimpleNamespace(kv_connector=connector),
         parallel_config=SimpleNamespace(decode_context_parallel_size=ranks),
         compilation_config=SimpleNamespace(static_forward_context={"first": layer}),
@@ -190,6 +197,11 @@ def test_nothing_is_looked_up_without_a_connector_or_where_ranks_share_a_cache()
     for config in (configured(None), fills, None):
         assert transfer_notes(config) == []
     assert "SomeConnector" in transfer_notes(configured())[0]
+    # Only where the plugin looks does it say that it does.
+    v4 = configured(architecture="DeepseekV4ForCausalLM")
+    for config, looks in ((configured(), True), (configured(ranks=2), False), (v4, False)):
+        (note,) = transfer_notes(config)
+        assert ("ends the server" in note, "does not look" in note) == (looks, not looks)
     assert arrival_of(configured(), ()) is None
 
 

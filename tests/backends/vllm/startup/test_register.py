@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from nsa_plugin.backends.vllm import RAY_PREFIXES, register
+
 PROGRAM = """
 import sys, types
 from types import SimpleNamespace
@@ -73,3 +75,19 @@ def test_it_imports_what_its_first_patches_need_and_nothing_heavy(environ, patch
     )
     marked, names = done.stdout.splitlines()
     assert (marked, names.split()) == (patched, modules)
+
+
+@pytest.mark.parametrize(
+    ("given", "then"),
+    [(None, "NSA_PLUGIN_"), ("", "NSA_PLUGIN_"), ("MY_,NSA_PLUGIN_", "MY_,NSA_PLUGIN_"), ("MY_", "MY_,NSA_PLUGIN_")],
+)
+def test_vllm_copies_the_settings_to_what_ray_starts(
+    given: str | None, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also `NSA_PLUGIN_ENABLED=0`: a worker must not serve what this process was told to leave."""
+    monkeypatch.setenv("NSA_PLUGIN_ENABLED", "0")
+    monkeypatch.delenv(RAY_PREFIXES, raising=False)
+    if given is not None:
+        monkeypatch.setenv(RAY_PREFIXES, given)
+    register()
+    assert os.environ[RAY_PREFIXES] == then

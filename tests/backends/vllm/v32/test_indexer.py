@@ -54,6 +54,14 @@ def test_requests_that_attend_densely_are_in_no_chunk():
     assert chunks == [(slice(3, 4), slice(0, 30)), (slice(5, 7), slice(0, 9))]
 
 
+def test_requests_that_attend_densely_are_in_a_chunk_if_later_draft_steps_read_their_selection():
+    """GLM-5's index_share_for_mtp_iteration: otherwise these drafts would attend to nothing."""
+    deciding = planner()
+    deciding.scores_dense = True
+    found = [rows for requests, _ in chunks_of(deciding, MIXED, 2) for rows in range(requests.start, requests.stop)]
+    assert found == [place for place, (rows, _) in enumerate(MIXED) if place >= 2 and rows]
+
+
 @pytest.mark.regression(9)
 def test_a_request_without_query_tokens_is_in_no_chunk():
     """vllm #51486: a chunk with keys only would be a launch without query tokens."""

@@ -251,7 +251,7 @@ def test_an_error_after_the_start_falls_back_to_vllm_with_strict_off(monkeypatch
 def test_without_resharding_runs_of_requests_do_not_change():
     split = planner()._split((0, 2, 3, 33), [2, 1, 30], [60], 2, 33)
     assert own_rows(split) is None
-    assert runs(split, [1, 30], 1) == [(0, 2)]
+    assert runs(split, [1, 30], 1, split.dense_requests) == [(0, 2)]
 
 
 def test_rows_of_pages_with_gaps():
