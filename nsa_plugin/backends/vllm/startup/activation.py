@@ -82,7 +82,7 @@ class VllmProcess:
         """Forget an earlier engine of this process, before another one starts.
 
         Raises:
-            PatchError: it is still there. The patches are of the process, so the other's layers would be planned for it.
+            PatchError: it is still there. The patches are of the process: the other's layers would be planned for it.
         """
         from nsa_plugin.backends.vllm.startup.model import is_sparse
 
@@ -96,8 +96,8 @@ class VllmProcess:
         elif vllm_config.model_config is not None and is_sparse(vllm_config):
             raise PatchError(
                 "nsa-plugin serves another engine in this process, and two with sparse attention cannot share one. "
-                "Shut the other down first (LLM.llm_engine.engine_core.shutdown()), start this one in a process of its own "
-                "(unset VLLM_ENABLE_V1_MULTIPROCESSING), or leave the plugin off for both"
+                "Shut the other down first (LLM.llm_engine.engine_core.shutdown()), start this one in a process of its "
+                "own (unset VLLM_ENABLE_V1_MULTIPROCESSING), or leave the plugin off for both"
             )
 
     def give_up(self, error: NsaPluginError, resolved: ResolvedSettings, *, report: bool = True) -> None:
