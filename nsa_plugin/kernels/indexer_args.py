@@ -79,7 +79,7 @@ def paged_limits(
     require(max_len is None or max_len > 0, op, f"max_len is {max_len}; it is at least 1")
     capacity = page_table.shape[1] * cache.page_size
     longest = capacity if max_len is None else min(max_len, capacity)
-    return limits.clamp(0, longest).int(), longest
+    return limits.clamp(0, longest).int().contiguous(), longest
 
 
 def check_limits(op: str, rows_per_chunk: int | None, max_key_span: int | None) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nsa_plugin.kernels.cuda import (
+    attention,
     build,
     sparse_mla,
     sparse_mla_launch,
@@ -158,6 +159,25 @@ def test_unions_are_taken_where_neighbours_share(sharing: bool, heads: int) -> N
     assert torch.equal(found.lse, (united if sharing else alone).lse)
     assert torch.equal(found.out, (united if sharing else alone).out)
     assert not torch.equal(united.out, alone.out)
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("topk", [0, 150])
+def test_prefills_without_tokens_or_entries(tokens: int, topk: int) -> None:
+    case = prefill_case(tokens=5, heads=7, slots=512, topk=150, layout="v32_fp8", with_length=False, with_sink=False)
+    case |= {"q": case["q"][:tokens], "indices": case["indices"][:tokens, :topk]}
+    result = attention.prefill(**case, out_dtype=torch.bfloat16)
+    expected = reference_prefill(**case, out_dtype=torch.float32)
+    torch.testing.assert_close(result.out.float(), expected.out, atol=PREFILL_TOLERANCE[0], rtol=PREFILL_TOLERANCE[1])
+    torch.testing.assert_close(result.lse, expected.lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
+def test_decode_steps_without_query_tokens(layout: str) -> None:
+    case = decode_case(layout=layout, batch=3, s_q=1, heads=5, slots=512, topk=130, seed=1)
+    case["q"], case["indices"] = case["q"][:, :0], case["indices"][:, :0]
+    result = attention.decode(**case)
+    assert result.out.shape == reference_decode(**case).out.shape
 
 
 @pytest.mark.parametrize(("overlap", "least"), [(0.5, 49), (0.5, 51), (1.0, 99), (0.0, 1)])

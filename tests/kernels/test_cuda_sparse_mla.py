@@ -143,6 +143,20 @@ def test_portable_blocks_that_fit(sm, left_out, layout):
     assert [number for number, one in enumerate(fit) if not one] == left_out
 
 
+@pytest.mark.parametrize(("stride", "itself"), [(HEADS * 512, True), (4100, True), (4098, False), (4097, False)])
+@pytest.mark.parametrize("shape", [(3, 1), (1, 3)])
+def test_an_output_whose_rows_the_kernel_cannot_write_four_values_at_a_time_is_copied_to(
+    shape: tuple[int, int], stride: int, itself: bool
+) -> None:
+    memory = torch.empty(16 + 3 * stride, dtype=torch.bfloat16)
+    memory = memory[-memory.data_ptr() // 2 % 8 :]
+    strides = (stride, 7) if shape[1] == 1 else (3 * stride, stride)
+    out = memory.as_strided((*shape, HEADS, 512), (*strides, 512, 1))
+    found = sparse_mla_launch.writable_rows(out)
+    assert (found.data_ptr() == out.data_ptr()) == itself
+    assert found.shape == (3, HEADS, 512)
+
+
 def test_the_host_and_the_source_agree_on_constants():
     folder = Path(sparse_mla.__file__).parent
     source = "".join((folder / f"sparse_mla_{part}.cuh").read_text() for part in ("few", "shares", "softmax"))

@@ -238,9 +238,10 @@ def test_paged_topk_with_a_limit_for_each_row(library):
     cache, table = paged_keys([300, 90], 5)
     q, _, _, weights = indexer_inputs(4, 1, 64)
     q, limits = q.view(2, 2, 64, 128), torch.tensor([[300, 20], [0, 90]], dtype=torch.int32)
-    result = provider.paged_topk(q, cache, weights, limits, table, 25, max_len=310)
-    assert torch.equal(result, reference_paged_topk(q, cache, weights, limits, table, 25))
-    assert library.calls == [(4, 310)]
+    for given in (limits, limits.T.contiguous().T):
+        result = provider.paged_topk(q, cache, weights, given, table, 25, max_len=310)
+        assert torch.equal(result, reference_paged_topk(q, cache, weights, limits, table, 25))
+    assert library.calls == [(4, 310)] * 2
 
 
 class UnifiedDeepGemm(ModuleType):

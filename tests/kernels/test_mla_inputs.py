@@ -65,6 +65,11 @@ def test_a_rotation_keeps_each_pairs_length_and_the_values_behind(interleaved: b
     assert not torch.allclose(found[:, :ROPE], normed[:, :ROPE])
 
 
+def every_other(values: torch.Tensor) -> torch.Tensor:
+    """Values that do not follow each other in memory."""
+    return values[::2]
+
+
 @pytest.mark.parametrize("rows", [0, 1, 9])
 @pytest.mark.parametrize(("q_dim", "kv_dim"), [(1536, 512), (96, 512), (2048, 40)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -73,10 +78,10 @@ def test_norms_and_rope(rows: int, q_dim: int, kv_dim: int, dtype: torch.dtype):
         strided(random(rows, q_dim, seed=rows, dtype=dtype, scale=3.0)),
         strided(random(rows, kv_dim, seed=rows + 1, dtype=dtype, scale=0.01)),
         strided(random(rows, ROPE, seed=rows + 2, dtype=dtype)),
-        positions(rows, rows),
+        every_other(positions(2 * rows, rows)),
         table(dtype=dtype),
-        random(q_dim, seed=3, dtype=dtype),
-        random(kv_dim, seed=4, dtype=dtype),
+        every_other(random(2 * q_dim, seed=3, dtype=dtype)),
+        every_other(random(2 * kv_dim, seed=4, dtype=dtype)),
     )
     eps = {"q_eps": 1e-6, "kv_eps": 1e-5}
     wanted = mla_inputs.reference_norm_rope(*arguments, **eps)
@@ -91,8 +96,8 @@ def test_norms_and_rope(rows: int, q_dim: int, kv_dim: int, dtype: torch.dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_keys_of_the_indexer(rows: int, interleaved: bool, dtype: torch.dtype):
     k = strided(random(rows, 128, seed=rows, dtype=dtype, scale=20.0))
-    weight, bias = random(128, seed=8, dtype=torch.float32), random(128, seed=9, dtype=torch.float32)
-    arguments = (k, positions(rows, 2), table(), weight, bias)
+    weight, bias = (every_other(random(256, seed=seed, dtype=torch.float32)) for seed in (8, 9))
+    arguments = (k, every_other(positions(2 * rows, 2)), table(), weight, bias)
     wanted = mla_inputs.reference_indexer_keys(*arguments, eps=1e-6, interleaved=interleaved)
     found = kernels.indexer_keys(*arguments, eps=1e-6, interleaved=interleaved)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
@@ -104,7 +109,7 @@ def test_keys_of_the_indexer(rows: int, interleaved: bool, dtype: torch.dtype):
 def test_queries_of_the_indexer(rows: int, heads: int, interleaved: bool, scale: float):
     q = strided(random(rows, heads, 128, seed=rows, scale=scale))
     weights = strided(random(rows, heads, seed=rows + 1))
-    arguments = (q, weights, positions(rows, 3), table())
+    arguments = (q, weights, every_other(positions(2 * rows, 3)), table())
     codes, folded = kernels.indexer_queries(*arguments, scale=0.011, interleaved=interleaved)
     wanted, wanted_folded = mla_inputs.reference_indexer_queries(*arguments, scale=0.011, interleaved=interleaved)
     torch.testing.assert_close(folded, wanted_folded, rtol=1e-6, atol=0)
@@ -127,7 +132,7 @@ def test_codes_without_rotation_equal_the_quantisers():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rope(rows: int, heads: int, dtype: torch.dtype):
     q = strided(random(rows, heads, ROPE, seed=rows, dtype=dtype))
-    where, cos_sin = positions(rows, 5), table()
+    where, cos_sin = every_other(positions(2 * rows, 5)), table()
     wanted = mla_inputs.reference_rope(q, where, cos_sin)
     found = kernels.rope(q, where, cos_sin)
     torch.testing.assert_close(found, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)

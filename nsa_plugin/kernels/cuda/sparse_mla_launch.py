@@ -418,7 +418,7 @@ def paged_scope(call: SparseMlaCall, given: Scope, record_bytes: int | None) -> 
     divisor = 1
     if lengths is not None:
         # A length of each sequence comes as one that is repeated for its query tokens.
-        if lengths.stride(1) == 0:
+        if lengths.stride(1) == 0 and lengths.numel():
             lengths, divisor = lengths[:, 0], lengths.shape[1]
         lengths = _int32(lengths).flatten().contiguous()
     scope = CudaScope(
@@ -458,7 +458,8 @@ def writable_rows(out: torch.Tensor, dtypes: Sequence[torch.dtype] = (torch.bflo
     last of `dtypes`."""
     one_stride = out.shape[1] == 1 or out.stride(0) == out.shape[1] * out.stride(1)
     # Four values are written at a time.
-    aligned = out.data_ptr() % 16 == 0 and out.stride(1) % 4 == 0 and out.stride(2) % 4 == 0
+    row_stride = out.stride(0 if out.shape[1] == 1 else 1)
+    aligned = out.data_ptr() % 16 == 0 and row_stride % 4 == 0 and out.stride(2) % 4 == 0
     if out.dtype in dtypes and out.stride(3) == 1 and one_stride and aligned:
         return out.flatten(0, 1)
     shape = (out.shape[0] * out.shape[1], *out.shape[2:])

@@ -80,10 +80,11 @@ def compact(
     packed = torch.empty((batch * s_q, width), dtype=torch.int32, device=indices.device)
     counts = torch.empty(batch * s_q, dtype=torch.int32, device=indices.device)
     if batch * s_q:
-        _compact_kernel[(batch * s_q,)](
-            indices, indices if length is None else length, packed, counts,
-            s_q, topk, width, num_slots, fill, fill if empty_index is None else empty_index,
-            *indices.stride(), *((0, 0) if length is None else length.stride()),
-            HAS_LENGTH=length is not None, BLOCK=min(CHUNK, max(16, power_of_2(topk))),
-        )  # fmt: skip
+        with torch.cuda.device_of(indices):
+            _compact_kernel[(batch * s_q,)](
+                indices, indices if length is None else length, packed, counts,
+                s_q, topk, width, num_slots, fill, fill if empty_index is None else empty_index,
+                *indices.stride(), *((0, 0) if length is None else length.stride()),
+                HAS_LENGTH=length is not None, BLOCK=min(CHUNK, max(16, power_of_2(topk))),
+            )  # fmt: skip
     return CompactRows(packed, counts)

@@ -197,19 +197,20 @@ def attend(call: MhaCall) -> MhaOutput:
     tile = mha_tile(facts.architecture, facts.shared_memory, *widths, dtype.itemsize, call.max_seqlen_q)
     requests = len(cu_q) - 1
     grid = (tokens // tile.block_m + requests + 1, heads)
-    _mha_kernel[grid](
-        q, k, v, out, out if lse is None else lse, cu_q, cu_k,
-        tokens, k.shape[0], requests, call.scale * LOG2_E,
-        *q.stride(), *k.stride(), *v.stride(), *out.stride(), heads,
-        cu_q.stride(0), cu_k.stride(0),
-        CAUSAL=call.causal, HAS_LSE=call.return_lse,
-        D_LOW=d_low, D_LOW_USED=min(d_low, d_qk), D_HIGH=d_high, D_HIGH_USED=max(d_qk - d_low, 0),
-        D_V=d_v, D_V_BLOCK=d_v_block,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        # The interpreter's product of bfloat16 is wrong.
-        COMPUTE=tl.float32 if q.device.type == "cpu" else COMPUTE_TYPES[dtype],
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        _mha_kernel[grid](
+            q, k, v, out, out if lse is None else lse, cu_q, cu_k,
+            tokens, k.shape[0], requests, call.scale * LOG2_E,
+            *q.stride(), *k.stride(), *v.stride(), *out.stride(), heads,
+            cu_q.stride(0), cu_k.stride(0),
+            CAUSAL=call.causal, HAS_LSE=call.return_lse,
+            D_LOW=d_low, D_LOW_USED=min(d_low, d_qk), D_HIGH=d_high, D_HIGH_USED=max(d_qk - d_low, 0),
+            D_V=d_v, D_V_BLOCK=d_v_block,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            # The interpreter's product of bfloat16 is wrong.
+            COMPUTE=tl.float32 if q.device.type == "cpu" else COMPUTE_TYPES[dtype],
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
     return MhaOutput(out, lse)
 
 

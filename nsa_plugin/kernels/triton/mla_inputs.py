@@ -36,6 +36,7 @@ def norm_rope(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `reference_norm_rope`."""
     contract.check_norm_rope(q_c, kv_c, k_pe, positions, cos_sin, q_weight, kv_weight)
+    positions, q_weight, kv_weight = positions.contiguous(), q_weight.contiguous(), kv_weight.contiguous()
     rows, q_dim = q_c.shape
     queries = torch.empty((rows, q_dim), dtype=q_c.dtype, device=q_c.device)
     latents = torch.empty((rows, kv_c.shape[1]), dtype=torch.float32, device=q_c.device)
@@ -64,6 +65,7 @@ def indexer_keys(
 ) -> torch.Tensor:
     """See `reference_indexer_keys`."""
     contract.check_indexer_keys(k, positions, cos_sin, weight, bias)
+    positions, weight, bias = positions.contiguous(), weight.contiguous(), bias.contiguous()
     rows, dim = k.shape
     out = torch.empty((rows, dim), dtype=torch.float32, device=k.device)
     if rows:
@@ -86,6 +88,7 @@ def indexer_queries(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference_indexer_queries`."""
     contract.check_indexer_queries(q, weights, positions, cos_sin)
+    positions = positions.contiguous()
     rows, heads, dim = q.shape
     codes = torch.empty((rows, heads, dim), dtype=torch.uint8, device=q.device)
     folded = torch.empty((rows, heads), dtype=torch.float32, device=q.device)
@@ -102,6 +105,7 @@ def indexer_queries(
 def rope(q: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """See `reference_rope`."""
     contract.check_rope(q, positions, cos_sin)
+    positions = positions.contiguous()
     rows, heads, width = q.shape
     require(width == power_of_2(width), "rope", f"rope_dim is {width}; this kernel takes powers of two")
     out = torch.empty((rows, heads, width), dtype=q.dtype, device=q.device)

@@ -570,9 +570,10 @@ def combine_kernel(
     items = tl.num_programs(0).to(tl.int64)
     parts = tl.arange(0, BLOCK_SPLITS)
     logs = tl.load(part_lse + parts.to(tl.int64) * items + item, parts < splits, other=NEG_INF)
+    # Not so where one is NaN, which the largest of them leaves out.
+    empty = tl.sum((logs != NEG_INF).to(tl.int32), 0) == 0
     top = tl.max(logs, 0)
-    empty = top == NEG_INF
-    safe = tl.where(empty, 0.0, top)
+    safe = tl.where(top == NEG_INF, 0.0, top)
     total = tl.where(empty, 1.0, tl.sum(tl.exp2(logs - safe), 0))
     base2_lse = safe + tl.log2(total)
     factor = tl.where(empty, 0.0, 1.0 / total)
