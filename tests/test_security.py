@@ -90,6 +90,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "backends/sglang/v32/attention.py": {LOADED_BY_NAME: "the module of the class that is replaced"},
     "backends/sglang/v32/token_shard.py": {LOADED_BY_NAME: ENGINE_MODULE},
     "backends/sglang/v4/flash_mla.py": {LOADED_BY_NAME: LIBRARY},
+    "backends/vllm/__init__.py": {"os.environ": "names the settings among those that vLLM copies to Ray's processes"},
     "backends/vllm/startup/activation.py": {
         "nsa_plugin.settings.resolve": START,
         "os.environ": START,

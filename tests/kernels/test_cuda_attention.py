@@ -116,6 +116,7 @@ def scope(topk=2048, layout=V32_FP8, slots=64):
         ({"heads": 16}, 86, True),
         ({"heads": 17}, 86, False),
         ({"scopes": (scope(topk=2048),)}, 86, True),
+        ({"scopes": (scope(topk=0),)}, 86, False),
         ({"scopes": (scope(topk=2049),)}, 86, False),
         ({"heads": 16, "scopes": (scope(topk=4096),)}, 86, True),
         ({"q": SimpleNamespace(is_cuda=False)}, 90, False),

@@ -73,7 +73,7 @@ def alone(heads: int, facts: DeviceFacts) -> sparse_mla.Variant:
 
 def suits(call: SparseMlaCall) -> bool:
     """Whether a call has what these kernels read and write."""
-    if not suits_records(call) or call.is_empty:
+    if not suits_records(call) or not call.scopes[0].topk:
         return False
     facts = facts_of(call.q.device)
     return call.heads <= limits(facts).heads and _fits(call, facts)
