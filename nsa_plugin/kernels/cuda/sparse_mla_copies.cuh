@@ -62,7 +62,8 @@ DEVICE void start_copies(Shared& shared, int stage, int copier, int record, int 
     copy_in_bulk<COPIED, ROW>(shared, stage, copier, full);
 }
 #else
-// Eight lanes copy a record, a line of 128 bytes at a time: nothing is read from shared memory behind a copy, which would wait for it.
+// Eight lanes copy a record, a line of 128 bytes at a time: nothing is read from shared memory behind a copy, which would
+// wait for it.
 constexpr int KNOWERS = 8;
 constexpr int KNOWN = COPIES * KNOWERS / 32;
 static_assert(KNOWN >= 1 && COPIES * KNOWERS % 32 == 0, "a warp's lanes copy whole records");

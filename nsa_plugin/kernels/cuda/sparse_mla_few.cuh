@@ -80,17 +80,6 @@ DEVICE void init_barriers(Memory& shared, int arrivals) {
     }
 }
 
-#if !HOPPER
-// A piece of a record of SIZE bytes, which WIDTH neighbouring lanes copy together, 16 bytes each: fewer of them the last
-// piece. The addresses are those of the lane's first piece.
-template <int SIZE, int WIDTH>
-DEVICE void copy_piece(u32 to, const u8* from, int piece, int lane) {
-    constexpr int BYTES = 16 * WIDTH;
-    if ((piece + 1) * BYTES <= SIZE || (piece * BYTES < SIZE && lane % WIDTH < SIZE % BYTES / 16))
-        copy_16_bytes(to + piece * BYTES, from + piece * BYTES);
-}
-#endif
-
 #if HOPPER
 // The records of a copier, whose addresses `shared.from` has, to a stage. A bulk copy takes its address from uniform
 // registers: one lane that starts them all keeps these in flight, where lanes that start one each go through a loop.

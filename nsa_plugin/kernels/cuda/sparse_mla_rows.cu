@@ -66,13 +66,14 @@ DEVICE int known_row(int lane) { return HOPPER ? lane % COPIES : lane / KNOWERS;
 // The rows of a copier to a stage, each by the lanes that know its address, 16 bytes a lane at a time: nothing is read from
 // shared memory behind a copy, which would wait for it.
 DEVICE void copy_in_pieces(Shared& shared, int stage, int copier, int lane, const u8* row, u32 full) {
-    constexpr int PIECES = (COPIED / 16 + KNOWERS - 1) / KNOWERS;
+    constexpr int BYTES = 16 * KNOWERS, REST = COPIED % BYTES / 16;
     static_assert(KNOWERS >= 8, "copies of a row are of 128 bytes or more");
     int offset = lane % KNOWERS * 16;
     u32 to = shared_address(&shared.records[stage][(copier * COPIES + known_row(lane)) * ROW]) + offset;
     row += offset;
 #pragma unroll
-    for (int k = 0; k < PIECES; ++k) copy_piece<COPIED, KNOWERS>(to, row, k, lane);
+    for (int at = 0; at + BYTES <= COPIED; at += BYTES) copy_16_bytes(to + at, row + at);
+    if (lane % KNOWERS < REST) copy_16_bytes(to + COPIED - REST * 16, row + COPIED - REST * 16);
     arrive_with_copies(full);
 }
 #endif

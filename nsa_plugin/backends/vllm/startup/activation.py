@@ -90,10 +90,10 @@ class VllmProcess:
             return
         if self.serving.is_running():
             gc.collect()  # an engine that nobody refers to any more may wait for this
-        if not self.serving.is_running():
-            if self.serving.is_over():
-                self.serving = None
-        elif vllm_config.model_config is not None and is_sparse(vllm_config):
+        running = self.serving.is_running()
+        if running is False:
+            self.serving = None
+        elif running and vllm_config.model_config is not None and is_sparse(vllm_config):
             raise PatchError(
                 "nsa-plugin serves another engine in this process, and two with sparse attention cannot share one. "
                 "Shut the other down first (LLM.llm_engine.engine_core.shutdown()), start this one in a process of its "

@@ -37,13 +37,9 @@ class VllmServing:
         if worker.rank == 0:
             self.metrics = metrics_of(labels_of(worker.vllm_config))
 
-    def is_over(self) -> bool:
-        """Return whether vLLM has shut down the engine that this is of, as far as that shows."""
-        return False
-
-    def is_running(self) -> bool:
-        """Return whether the engine that this is of is there, as far as that shows."""
-        return False
+    def is_running(self) -> bool | None:
+        """Return whether the engine that this is of is still there; None: that does not show."""
+        return None
 
     def request_ids(self, common: Any = None) -> list[str]:
         """Return the ids of a batch's requests, in batch order; "" or none where vLLM does not say.

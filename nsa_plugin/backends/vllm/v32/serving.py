@@ -355,9 +355,6 @@ class GpuServing(VllmServing):
         """Whether the plugin plans for any layer."""
         return self.layers()[0] > 0
 
-    def is_over(self) -> bool:
-        return not self.is_running()
-
     def is_running(self) -> bool:
         # Its layers, which a shutdown takes from there.
         return bool(self.vllm_config.compilation_config.static_forward_context) and self.worker() is not None
