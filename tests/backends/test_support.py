@@ -20,6 +20,7 @@ from nsa_plugin.backends.sglang.startup.activation import SglangProcess
 from nsa_plugin.backends.sglang.startup.flags import VARIABLE, PassedFlags
 from nsa_plugin.backends.sglang.startup.serving import check_cache, check_model, refuse_trtllm
 from nsa_plugin.backends.sglang.v32 import token_shard as sglang_shard
+from nsa_plugin.backends.sglang.v32.routes import dense_beyond
 from nsa_plugin.backends.vllm.startup import activation as vllm_activation
 from nsa_plugin.backends.vllm.startup.model import check_on_gpu
 from nsa_plugin.backends.vllm.v4.serving import V4Serving
@@ -35,7 +36,7 @@ from tests.backends.fake_sglang import v32 as sglang_v32
 from tests.backends.fake_sglang.model_runner import CONFIG, built, runner
 from tests.backends.fake_sglang.scheduler import scheduler
 from tests.backends.fake_sglang.v4 import batch
-from tests.backends.fake_sglang.v32 import DsaBackend, started
+from tests.backends.fake_sglang.v32 import MODEL, DsaBackend, started
 from tests.backends.fake_vllm import v4_config
 from tests.backends.fake_vllm.config import config, layer
 from tests.backends.fake_vllm.config import drafting as with_draft
@@ -193,6 +194,13 @@ def sglang(backend: dict[str, Any] | None = None, **server_args: Any) -> Start:
     """A V3.2 backend of SGLang with a feature switched on."""
     original = type("Featured", (DsaBackend,), backend or {})
     return lambda monkeypatch: started(original, server_args=SimpleNamespace(**server_args)).notes
+
+
+def dense_by_sglang(monkeypatch: pytest.MonkeyPatch) -> Any:
+    variable = SimpleNamespace(get=lambda: 8192)
+    envs = SimpleNamespace(SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD=variable)
+    monkeypatch.setattr(sys.modules["sglang.srt.environ"], "envs", envs)
+    return started(dense_up_to=dense_beyond(MODEL, Settings(), portable=False)).notes
 
 
 def without_scales(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,6 +389,7 @@ STARTS: dict[tuple[str, str], Start] = {
     (SGLANG, "another platform"): on_rocm,
     (SGLANG, "a cache without scales"): without_scales,
     (SGLANG, "another attention backend"): another_backend,
+    (SGLANG, "dense prefills beyond index_topk"): dense_by_sglang,
     (SGLANG, "decode steps of a model with attention sinks"): lambda monkeypatch: (
         started(layout="bf16", sinks=True).notes
     ),

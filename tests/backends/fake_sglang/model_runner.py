@@ -28,7 +28,7 @@ def runner(tp_rank: int = 0, **server_args: Any) -> Any:
         pp_rank=0,
         dp_rank=None,
         kv_cache_dtype="torch.float8_e4m3fn",
-        model_config=SimpleNamespace(hf_text_config=CONFIG),
+        model_config=SimpleNamespace(hf_config=CONFIG, hf_text_config=CONFIG),
         server_args=SimpleNamespace(**server_args),
     )
 

@@ -234,13 +234,14 @@ def built(model: ModelShape, **args: Any) -> tuple[Any, Any]:
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk", "index_n_heads")
     config = {name: getattr(model, name) for name in (*names, "index_head_dim")}
     config["learnable_sink"] = args.pop("learnable_sink", False)
+    of_model = SimpleNamespace(num_attention_heads=model.num_heads, **config)
     runner = SimpleNamespace(
         tp_rank=dist.get_rank(),
         pp_rank=0,
         dp_rank=None,
         kv_cache_dtype="torch.float8_e4m3fn",
         is_draft_worker=args.pop("is_draft_worker", False),
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_attention_heads=model.num_heads, **config)),
+        model_config=SimpleNamespace(hf_config=of_model, hf_text_config=of_model),
         server_args=SimpleNamespace(
             **({"chunked_prefill_size": MAX_TOKENS, "max_prefill_tokens": 4 * MAX_TOKENS} | args)
         ),

@@ -222,13 +222,15 @@ def started(
     sinks: bool = False,
     device: DeviceProfile = H200,
     portable: bool = False,
+    dense_up_to: int = 0,
     **settings: Any,
 ) -> Any:
     """A backend of the plugin that serves; `notes` has what `adopt` said."""
     defaults = ("flashmla_kv", "flashmla_kv") if layout == "v32_fp8" else ("flashmla_sparse", "fa3")
     backend = with_plans(original)(prefill or defaults[0], decode or defaults[1])
     model = replace(MODEL, kv_layout=layout)
-    planner = SglangPlanner(model, device, Settings(**settings), sinks=sinks, portable=portable)
+    chosen = Settings(**settings)
+    planner = SglangPlanner(model, device, chosen, sinks=sinks, portable=portable, dense_up_to=dense_up_to)
     if portable:
         backend._get_device_sm = lambda: device.sm
     backend.notes = adopt(backend, planner, server_args or SimpleNamespace())

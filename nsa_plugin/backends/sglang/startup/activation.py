@@ -196,6 +196,8 @@ class SglangProcess:
         """
         if self.resolved is None or self.stock_because:
             return
+        from nsa_plugin.backends.sglang.startup import flags
+
         with self._or_stock():
             if self.portable:
                 if self.resolved.settings.portable == "on":
@@ -204,6 +206,7 @@ class SglangProcess:
                         "here: auto"
                     )
                 raise LeftToStockError(NO_PORTABLE_V4)
+            self.resolved, self.notes = flags.PassedFlags.read().resolve(v4=True)
             self.statuses = self.ledger.install(Need.GPU_V4)
             self._refuse_copies()
 

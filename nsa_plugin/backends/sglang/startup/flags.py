@@ -184,11 +184,12 @@ class PassedFlags:
     def write(self, environ: MutableMapping[str, str] | None = None) -> None:
         (os.environ if environ is None else environ)[VARIABLE] = json.dumps(asdict(self))
 
-    def resolve(self, *, portable: bool = False) -> tuple[ResolvedSettings, list[str]]:
+    def resolve(self, *, portable: bool = False, v4: bool = False) -> tuple[ResolvedSettings, list[str]]:
         """Resolve the settings from all sources; also return a note for each SGLang flag that cannot be honoured.
 
         Args:
             portable: the portable path serves, which attends in place of SGLang's own paths.
+            v4: the model is DeepSeek-V4, for which SGLang does not read these flags.
 
         Raises:
             SettingsError: an unknown name or a value that is not allowed, in any source.
@@ -196,6 +197,9 @@ class PassedFlags:
         config: dict[str, str] = {}
         notes: list[str] = []
         for name, (flag, value) in self.engine.items():
+            if v4:
+                notes.append(f"{flag} {value}: SGLang does not read it for DeepSeek-V4, so {name} is not set")
+                continue
             library = LIBRARY_OF.get(value)
             if portable and library in ("flash_mla", "fa3"):
                 notes.append(f"{flag} {value}: the portable path attends in its place")

@@ -158,6 +158,25 @@ def argument_of(server_args: Any, name: str) -> Any:
     return resolution_result(server_args, name)
 
 
+def variable_of(name: str) -> Any:
+    """Return the value of one of SGLang's environment variables; None if this version has none of that name."""
+    from sglang.srt.environ import envs
+
+    variable = getattr(envs, name, None)
+    return None if variable is None else variable.get()
+
+
+def selection_is_broadcast() -> bool:
+    """Whether every rank takes the indexer's selection of the first (`SGLANG_DSA_TOPK_BROADCAST`)."""
+    return bool(variable_of("SGLANG_DSA_TOPK_BROADCAST"))
+
+
+def attends_half(backend: Any, model_runner: Any) -> bool:
+    """Whether a backend attends half of the batches of another, as two have under `--enable-two-batch-overlap`."""
+    whole = getattr(model_runner, "attn_backend", None)  # set once all three are built
+    return any(half is backend for half in getattr(whole, "children", ()))
+
+
 def prefix_of(backend: Any) -> str:
     """Return the prefix of a V3.2 backend's attributes and flags: "dsa", or "nsa" before 0.5.13."""
     return "dsa" if hasattr(backend, "dsa_prefill_impl") else "nsa"

@@ -24,7 +24,15 @@ from nsa_plugin.backends.common.trial import tried
 from nsa_plugin.backends.common.warm import warm, warm_dense, warm_logits, warm_reading, warm_selection, warm_unpaged
 from nsa_plugin.backends.sglang.startup import samples
 from nsa_plugin.backends.sglang.startup.metrics import metrics_of
-from nsa_plugin.backends.sglang.startup.model import argument_of, impls_of, kv_layout, model_shape, prefix_of, ranks
+from nsa_plugin.backends.sglang.startup.model import (
+    argument_of,
+    attends_half,
+    impls_of,
+    kv_layout,
+    model_shape,
+    prefix_of,
+    ranks,
+)
 from nsa_plugin.backends.sglang.v4 import attention as v4_attention
 from nsa_plugin.backends.sglang.v4.kernels import longest_context
 from nsa_plugin.backends.sglang.v4.routes import SglangV4Planner, asked_by_engine, makes_rows, v4_shape
@@ -32,7 +40,7 @@ from nsa_plugin.backends.sglang.v4.state import V4State
 from nsa_plugin.backends.sglang.v4.warm import warm_v4
 from nsa_plugin.backends.sglang.v32.arrival import loaded_prefixes
 from nsa_plugin.backends.sglang.v32.portable import warm_portable
-from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner
+from nsa_plugin.backends.sglang.v32.routes import PLANNED, SglangPlanner, dense_beyond, why_no_copy
 from nsa_plugin.backends.sglang.v32.split import why_whole
 from nsa_plugin.backends.sglang.v32.state import State, adopt, release
 from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange, open_exchange
@@ -167,6 +175,9 @@ class SglangServing:
             ),
             portable=self.portable,
             mixes=bool(argument_of(model_runner.server_args, "enable_mixed_chunk")),
+            no_copy=why_no_copy(backend, model_runner),
+            dense_up_to=dense_beyond(model, settings, portable=self.portable),
+            has_half=functools.partial(attends_half, backend, model_runner),
         )
         left = adopt(backend, planner, model_runner.server_args, exchange)
         if left and settings.strict == FULL:
@@ -237,6 +248,7 @@ class SglangServing:
             free_device_memory,
             asked=asked_by_engine(envs),
             engine_makes_rows=makes_rows(envs),
+            has_half=functools.partial(attends_half, backend, model_runner),
         )
         left = v4_attention.adopt(backend, planner, model_runner.server_args, own_heads_first=heads_first)
         state: V4State | None = backend.nsa_plugin

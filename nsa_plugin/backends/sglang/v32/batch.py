@@ -46,12 +46,14 @@ class Batch:
         shape: input of the plan.
         mixed: in mode MIXED, a prefill with decode steps; each step is a request with one query token.
         in_graph: a prefill that SGLang captures or replays in pieces, around attention.
+        made_up: SGLang made it for a rank without requests, which runs a prefill because other ranks do.
         requests: (id, query tokens, context in tokens) of each request, as far as the host knows; for the trace.
     """
 
     shape: BatchShape
     mixed: bool = False
     in_graph: bool = False
+    made_up: bool = False
     requests: list[tuple[str, int, int]] = field(default_factory=list)
 
     @property
@@ -99,7 +101,9 @@ def prefill_batch(forward_batch: Any, *, in_graph: bool = False) -> Batch:
     )
     names = request_names(forward_batch, len(kv_lens))
     requests = list(zip(names, q_lens, kv_lens, strict=True))
-    return Batch(shape, mixed=forward_batch.forward_mode.name == "MIXED", in_graph=in_graph, requests=requests)
+    mixed = forward_batch.forward_mode.name == "MIXED"
+    made_up = getattr(getattr(forward_batch, "_original_forward_mode", None), "name", "") == "IDLE"
+    return Batch(shape, mixed=mixed, in_graph=in_graph, made_up=made_up, requests=requests)
 
 
 class ShortPrompts:

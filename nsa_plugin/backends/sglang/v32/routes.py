@@ -19,21 +19,28 @@ copy is possible again; a prefill graph still prepares MIXED and runs its layers
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from nsa_plugin.backends.common.paths import FA3, FLASHMLA_KV, FLASHMLA_SPARSE, MHA, SGLANG
 from nsa_plugin.backends.common.planner import KERNEL_OPS, Execution, Planner
-from nsa_plugin.backends.sglang.startup.model import stock_feature
+from nsa_plugin.backends.sglang.startup.model import (
+    argument_of,
+    impls_of,
+    selection_is_broadcast,
+    stock_feature,
+    variable_of,
+)
 from nsa_plugin.backends.sglang.v32.batch import Batch
 from nsa_plugin.decision import token_shard as sharding
 from nsa_plugin.decision.constraints import Constraints
 from nsa_plugin.decision.dispatch import BatchPart
 from nsa_plugin.decision.plan import Attention, Plan
 from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
-from nsa_plugin.decision.shapes import Phase
+from nsa_plugin.decision.shapes import ModelShape, Phase
 from nsa_plugin.parallel.partition import Partition
+from nsa_plugin.settings import Settings
 from nsa_plugin.telemetry import MIXED
 
 # SGLang's paths that a plan may replace, by layout and whether it is a prefill. If a flag or a default names another
@@ -60,6 +67,14 @@ NO_DENSE = "SGLang's rules exclude it for this batch"
 NO_DENSE_BESIDE_DRAFTS = "the draft model reads the selection of every prompt"
 COPY_BUDGET = "a quarter of the free memory"
 
+
+DENSE_VARIABLES = (
+    "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD",
+    "SGLANG_NSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD",
+)
+"""Up to how many tokens of context SGLang attends prefills densely; the second before 0.5.13."""
+SEEDS = "prepare_mtp_seed_indices"
+"""The method that makes slots of a selection for draft steps, from SGLang 0.5.23 on."""
 
 SPLIT_TOKENS = 512
 """Fewest query tokens of short prompts that are split off; for fewer, the second attention call is estimated to take
@@ -89,6 +104,10 @@ class SglangPlanner(Planner):
         asked_by: SGLang's flag and its value, by the backend setting that it set.
         whole: why no prefill is split (`split.why_whole`); "" = one may be.
         mixes: whether the server puts decode steps into prefills (`--enable-mixed-chunk`).
+        no_copy: why no prefill makes a bf16 copy of an fp8 cache (`why_no_copy`); "" = one may.
+        dense_up_to: context tokens, more than index_topk, up to which SGLang attends prefills densely because a user
+            asked for it (`dense_beyond`); they fall back to the stock path. 0 = none do.
+        has_half: whether the backend attends half of another one's batches, which are counted there (`attends_half`).
     """
 
     engine: ClassVar[str] = SGLANG
@@ -98,6 +117,9 @@ class SglangPlanner(Planner):
     asked_by: Mapping[str, str] = field(default_factory=dict)
     whole: str = "this backend attends every batch as a whole"
     mixes: bool = False
+    no_copy: str = ""
+    dense_up_to: int = 0
+    has_half: Callable[[], bool] = lambda: False
     _prefills: dict[Hashable, Execution | None] = field(default_factory=dict)
 
     def prefill(self, batch: Batch, *, no_dense: str = NO_DENSE, no_split: str = NO_DENSE) -> Execution | None:
@@ -111,7 +133,9 @@ class SglangPlanner(Planner):
         started = time.perf_counter()
         self.read_free_memory()
         execution = self.prefill_execution(batch, no_dense=no_dense, no_split=no_split)
-        return None if execution is None else self._recorded(execution, batch, started)
+        if execution is None or not self._counts(batch):
+            return execution
+        return self._recorded(execution, batch, started)
 
     def prefill_execution(
         self, batch: Batch, *, no_dense: str = NO_DENSE, no_split: str = NO_DENSE
@@ -152,6 +176,8 @@ class SglangPlanner(Planner):
     def _prefill_execution(self, batch: Batch, no_dense: str, no_split: str) -> Execution | None:
         if batch.shape.context_parallel:
             return None
+        if not no_dense and self.model.index_topk < batch.shape.max_kv_len <= self.dense_up_to:
+            return None
         if not no_split:
             return self._split_execution(batch)
         constraints = self.prefill_constraints(batch, no_dense, no_split)
@@ -186,9 +212,10 @@ class SglangPlanner(Planner):
             # The user chose this very path. SGLang copies all contexts for sparse attention without a limit.
             more |= {"preferred": frozenset({self.stock_prefill}), "preferred_by": self.asked_by["prefill_backend"]}
             copy_bytes = None if self.stock_prefill == BF16_COPY else copy_bytes
-        if batch.mixed and self.model.fp8_cache:
+        no_copy = NO_COPY if batch.mixed else self.no_copy
+        if no_copy and self.model.fp8_cache:
             more["paths"] = self.routes(prefill=True, only=IN_PLACE)
-            more["no_path"] = {BF16_COPY: NO_COPY}
+            more["no_path"] = {BF16_COPY: no_copy}
         return self.constraints(
             prefill=True,
             rows=rows,
@@ -222,6 +249,8 @@ class SglangPlanner(Planner):
 
     def step(self, batch: Batch) -> Execution:
         """Return how to execute a decode, verify or draft step; it depends on the phase and the query tokens alone."""
+        if not self._counts(batch):
+            return self.step_execution(batch)
         if (again := self.step_again(batch.shape)) is not None:
             return again
         started = time.perf_counter()
@@ -230,6 +259,9 @@ class SglangPlanner(Planner):
     def step_execution(self, batch: Batch) -> Execution:
         """As `step`, for a batch that is never scheduled: nothing is recorded."""
         return self.step_execution_of(batch.shape)
+
+    def _counts(self, batch: Batch) -> bool:
+        return not (batch.made_up or self.has_half())
 
     def _recorded(self, execution: Execution, batch: Batch, started: float) -> Execution:
         if isinstance(execution, SplitExecution):
@@ -253,3 +285,31 @@ def v32_stock_feature(backend: Any, server_args: Any) -> str | None:
     if getattr(backend, "_kv_shard_pool", None) is not None:
         return "a sharded KV cache"
     return stock_feature(backend, server_args)
+
+
+def dense_beyond(model: ModelShape, settings: Settings, *, portable: bool) -> int:
+    """Return the context tokens, more than index_topk, up to which the user has SGLang attend prefills densely, or 0.
+
+    `mha_max_kv` goes before SGLang's variable, and the portable path attends in place of SGLang's kernels.
+    """
+    asked = max(int(variable_of(name) or 0) for name in DENSE_VARIABLES)
+    return 0 if portable or settings.mha_max_kv >= 0 or asked <= model.index_topk else asked
+
+
+def why_no_copy(backend: Any, model_runner: Any) -> str:
+    """Return why no prefill makes a bf16 copy of an fp8 cache; "" if one may.
+
+    With a copy, the indexer selects rows of the copy and not slots of the cache. That stays inside attention unless
+    something else reads the selection. A user who chose flashmla_sparse has rows without the plugin, too.
+    """
+    (_, prefill), _ = impls_of(backend).items()
+    if prefill == FLASHMLA_SPARSE:
+        return ""
+    if argument_of(model_runner.server_args, "enable_return_indexer_topk"):
+        return "the selection is returned to users, as slots of the cache"
+    if selection_is_broadcast():
+        return "SGLANG_DSA_TOPK_BROADCAST sends the first rank's selection to all, whose free memory may differ"
+    shares = getattr(model_runner.model_config.hf_config, "index_share_for_mtp_iteration", False)
+    if shares and getattr(model_runner, "is_draft_worker", False) and not hasattr(backend, SEEDS):
+        return "draft steps read the selection of a draft's prefill, as slots of the cache"
+    return ""

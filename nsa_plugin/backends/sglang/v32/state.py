@@ -18,7 +18,13 @@ from nsa_plugin.backends.common.token_shard import Share
 from nsa_plugin.backends.sglang.startup.model import prefix_of
 from nsa_plugin.backends.sglang.v32.arrival import LoadedPrefixes
 from nsa_plugin.backends.sglang.v32.indexer import Selection
-from nsa_plugin.backends.sglang.v32.routes import FP8_PREFILLS, PLANNED, SglangPlanner, v32_stock_feature
+from nsa_plugin.backends.sglang.v32.routes import (
+    DENSE_VARIABLES,
+    FP8_PREFILLS,
+    PLANNED,
+    SglangPlanner,
+    v32_stock_feature,
+)
 from nsa_plugin.backends.sglang.v32.split import SplitBatch
 from nsa_plugin.backends.sglang.v32.token_shard import SglangExchange
 from nsa_plugin.decision.shapes import Phase
@@ -113,6 +119,11 @@ def adopt(
             notes.append(f"SGLang's --{x}-{what}-backend is {impl}: {STOCK_PHASES[extend]} fall back to the stock path")
     if layout == "v32_fp8":
         planner.stock_prefill = FP8_PREFILLS.get(prefill)
+    if planner.dense_up_to:
+        notes.append(
+            f"{DENSE_VARIABLES[0]} is {planner.dense_up_to}: prefills with contexts of up to so many tokens, more than "
+            "index_topk, that SGLang attends densely fall back to the stock path"
+        )
     if planner.sinks:  # SGLang's FA3 path does not support them
         notes.append("the model has attention sinks: decode, verify and draft steps fall back to the stock path")
     backend.nsa_plugin = State(

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 
 from nsa_plugin.backends.common import token_shard
 from nsa_plugin.backends.common.token_shard import SINKS, Share, checked_group, has_sinks
-from nsa_plugin.backends.sglang.startup.model import argument_of, impls_of
+from nsa_plugin.backends.sglang.startup.model import argument_of, impls_of, selection_is_broadcast
 from nsa_plugin.backends.sglang.v32.routes import PLANNED, v32_stock_feature
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import PatchError
@@ -82,16 +82,9 @@ def impossible(backend: Any, model_runner: Any, model: ModelShape) -> str | None
         return "two-batch overlap is on, which attends two batches at once"
     if argument_of(server_args, "enable_return_indexer_topk"):
         return "the selection is returned to users, but each rank has it for some query tokens only"
-    if _selection_is_broadcast():
+    if selection_is_broadcast():
         return "SGLANG_DSA_TOPK_BROADCAST sends the first rank's selection, which has some query tokens only, to all"
     return None
-
-
-def _selection_is_broadcast() -> bool:
-    from sglang.srt.environ import envs
-
-    setting = getattr(envs, "SGLANG_DSA_TOPK_BROADCAST", None)
-    return setting is not None and bool(setting.get())
 
 
 def open_exchange(

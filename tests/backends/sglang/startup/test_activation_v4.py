@@ -97,6 +97,30 @@ def test_v4_serves_with_and_without_speculative_decoding(
     assert (report["active"], report["notes"]) == (True, [])
 
 
+@pytest.mark.parametrize("value", ["fa3", "flashmla_kv"])
+def test_flags_of_v32s_backend_set_nothing_for_v4(
+    process: SglangProcess,
+    registry: Any,
+    adopted: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    value: str,
+) -> None:
+    """SGLang does not read them for V4: before, fa3 ended the start, and flashmla_kv set `decode_backend`."""
+    monkeypatch.setattr(model, "device_sm", lambda: 90)
+    settings = {"enabled": "true", "report": str(tmp_path / "report.json")}
+    PassedFlags(settings, {"decode_backend": ("--dsa-decode-backend", value)}).write()
+    process.enter_scheduler()
+    of = runner(config=V4_CONFIG)
+    registry.backends["dsv4"](of)(of)
+    process.leave_scheduler(scheduler(V4_CONFIG))
+    report = read(tmp_path / "report.json")
+    assert report["notes"] == [
+        f"--dsa-decode-backend {value}: SGLang does not read it for DeepSeek-V4, so decode_backend is not set"
+    ]
+    assert report["settings"]["decode_backend"] == "auto"
+
+
 def test_speculative_decoding_of_v32_is_served(process: SglangProcess) -> None:
     PassedFlags({"enabled": "true"}, {}).write()
     start(process, build=runner(scaled_fp8=True, speculative_algorithm="EAGLE"))

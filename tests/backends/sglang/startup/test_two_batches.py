@@ -169,6 +169,7 @@ def backends(monkeypatch: pytest.MonkeyPatch, library: str) -> list[Any]:
         process.adopt(backend, model_runner)
         backend.nsa_plugin.providers = OnCpu("v32_fp8", 0)
     assert (process.backends, process.notes) == (made, [])
+    model_runner.attn_backend = SimpleNamespace(primary=made[0], children=made[1:])
     return made
 
 
@@ -199,6 +200,7 @@ def test_two_batches_that_run_layer_by_layer_keep_their_own_plans_and_outputs(
     for child, batch in zip(children, batches, strict=True):
         child.init_forward_metadata(batch.given)
         plans.append(child.nsa_plugin.route.plan)
+    assert primary.nsa_plugin.planner.trace.counts.total() == 1, "one batch, not its halves too"
     for layer in range(LAYERS):
         for child, batch in zip(children, batches, strict=True):
             batch.run_layer(child, layer)

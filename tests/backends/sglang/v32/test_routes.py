@@ -11,8 +11,16 @@ import pytest
 from nsa_plugin.backends.common.paths import PATHS, SGLANG, routes_of
 from nsa_plugin.backends.common.planner import execution_of
 from nsa_plugin.backends.sglang.v32 import routes
-from nsa_plugin.backends.sglang.v32.batch import prefill_batch, step_batch
-from nsa_plugin.backends.sglang.v32.routes import FP8_PREFILLS, NO_DENSE, PLANNED, SglangPlanner, v32_stock_feature
+from nsa_plugin.backends.sglang.v32.batch import eager_step, prefill_batch, step_batch
+from nsa_plugin.backends.sglang.v32.routes import (
+    FP8_PREFILLS,
+    NO_DENSE,
+    PLANNED,
+    SglangPlanner,
+    dense_beyond,
+    v32_stock_feature,
+    why_no_copy,
+)
 from nsa_plugin.decision.dispatch import Decider
 from nsa_plugin.decision.plan import Attention, IndexerMode, IndexerPlan, Plan
 from nsa_plugin.decision.routes import Route
@@ -21,7 +29,7 @@ from nsa_plugin.errors import NoProviderError, SettingsError
 from nsa_plugin.libraries.devices import synthetic
 from nsa_plugin.settings import Settings
 from tests.backends.counted import Counted
-from tests.backends.fake_sglang.model_runner import decided, keep_arguments_raw
+from tests.backends.fake_sglang.model_runner import built, decided, keep_arguments_raw, runner
 from tests.backends.fake_sglang.v32 import H200, MODEL, ForwardMode, forward_batch
 
 LAYOUTS = ("bf16", "v32_fp8")
@@ -235,6 +243,103 @@ def test_a_prefill_with_decode_steps_reads_an_fp8_cache_in_place(settings: dict,
         assert (whole.path, whole.plan.provider) == ("flashmla_sparse", "flash_mla")
         words = " ".join(map(str, route.plan.reasons.values()))
         assert "makes no copy" in words
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+def test_no_copy_is_made_where_the_selection_leaves_attention(heads: int):
+    """With a copy, the selection is rows of the copy."""
+    made = planner("v32_fp8", heads=heads)
+    assert made.prefill(LONG).path == "flashmla_sparse"
+    made = planner("v32_fp8", heads=heads)
+    made.no_copy = "someone reads it"
+    route = made.prefill(LONG)
+    assert (route.path, route.plan.dequantize_kv) == ("flashmla_kv", False)
+    assert "someone reads it" in " ".join(map(str, route.plan.reasons.values()))
+    bf16 = planner("bf16", heads=heads)
+    bf16.no_copy = "someone reads it"  # slots in any case
+    assert bf16.prefill(LONG).plan == planner("bf16", heads=heads).prefill(LONG).plan
+
+
+DRAFT = {"index_share_for_mtp_iteration": True}
+
+
+@pytest.mark.parametrize(
+    ("server_args", "config", "draft", "broadcast", "says"),
+    [
+        ({}, {}, False, False, ""),
+        ({"enable_return_indexer_topk": True}, {}, False, False, "returned to users"),
+        ({}, {}, False, True, "SGLANG_DSA_TOPK_BROADCAST"),
+        ({}, DRAFT, True, False, "draft steps read the selection"),
+        ({}, DRAFT, False, False, ""),  # the target's
+        ({}, {}, True, False, ""),
+    ],
+)
+@pytest.mark.parametrize("impl", ["flashmla_kv", "flashmla_auto", "flashmla_sparse"])
+def test_who_else_reads_the_selection(
+    sglang_variables: SimpleNamespace,
+    impl: str,
+    server_args: dict,
+    config: dict,
+    draft: bool,
+    broadcast: bool,
+    says: str,
+):
+    sglang_variables.SGLANG_DSA_TOPK_BROADCAST = SimpleNamespace(get=lambda: broadcast)
+    backend, of = built(prefill=impl), runner(**server_args)
+    of.is_draft_worker, of.model_config.hf_config = draft, SimpleNamespace(**config)
+    said = why_no_copy(backend, of)
+    assert (said == "") if not says or impl == "flashmla_sparse" else (says in said)
+    if config:
+        backend.prepare_mtp_seed_indices = None  # since 0.5.23 SGLang itself makes slots of the rows
+        assert why_no_copy(backend, of) == ""
+
+
+@pytest.mark.parametrize(
+    ("threshold", "settings", "portable", "tokens"),
+    [
+        (None, {}, False, 0),
+        (2048, {}, False, 0),  # as SGLang sets it
+        (100, {}, False, 0),
+        (4096, {}, False, 4096),
+        (4096, {"mha_max_kv": 512}, False, 0),
+        (4096, {}, True, 0),
+    ],
+)
+def test_prefills_that_a_user_has_attend_densely_beyond_index_topk_are_left(
+    sglang_variables: SimpleNamespace, threshold: int | None, settings: dict, portable: bool, tokens: int
+):
+    if threshold is not None:
+        sglang_variables.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD = SimpleNamespace(get=lambda: threshold)
+    made = planner("v32_fp8", **settings)
+    made.dense_up_to = dense_beyond(made.model, made.settings, portable=portable)
+    assert made.dense_up_to == tokens
+    between = prefill_batch(forward_batch(ForwardMode.EXTEND, [3000], [3000]))
+    assert (made.prefill(between, no_dense="") is None) is bool(tokens)
+    for batch, no_dense in ((between, NO_DENSE), (LONG, NO_DENSE), (SHORT, "")):
+        assert made.prefill(batch, no_dense=no_dense) is not None
+
+
+@pytest.mark.parametrize("name", ["EXTEND", "DECODE"])
+def test_halves_of_a_batch_and_made_up_requests_are_planned_and_not_counted(name: str):
+    made, counted = planner("v32_fp8"), Counted()
+    made.metrics, mode = counted, ForwardMode[name]
+
+    def plan(**more) -> object:
+        given = forward_batch(mode, [4096] if mode.is_extend() else [], [8192], **more)
+        return (
+            made.prefill(prefill_batch(given)) if mode.is_extend() else made.step(eager_step(given, Phase.DECODE, 1, 9))
+        )
+
+    first = plan()
+    assert len(counted) == 1
+    made.has_half = lambda: True
+    assert plan() == first
+    made.has_half = lambda: False
+    if mode.is_extend():
+        assert plan(_original_forward_mode=ForwardMode.IDLE) == first
+    assert (len(counted), made.trace.counts.total()) == (1, 1)
+    plan(_original_forward_mode=ForwardMode.DECODE)  # a rank's own steps, which run as a prefill
+    assert (len(counted), made.trace.counts.total()) == (2, 2)
 
 
 def test_a_prefill_with_decode_steps_over_a_bf16_cache_has_the_same_plan_as_one_without():

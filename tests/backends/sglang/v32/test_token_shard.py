@@ -140,7 +140,9 @@ def test_auto_without_measured_times_asks_no_group(monkeypatch: pytest.MonkeyPat
     assert f"; heads stay local: no times on SM90 for 2 ranks that reshard {MODEL.heads_per_rank} heads each" in words
 
 
-def test_auto_allocates_nothing_if_no_batch_was_measured_faster(envs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+def test_auto_allocates_nothing_if_no_batch_was_measured_faster(
+    sglang_variables: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
     """The ranks say so to each other: one that has other kernel libraries than the rest might not."""
     group = SimpleNamespace(device_group=2, cpu_group=object())
     group_module(monkeypatch, get_attn_tp_group=lambda: group)
@@ -156,7 +158,7 @@ def test_auto_allocates_nothing_if_no_batch_was_measured_faster(envs: SimpleName
 
 @pytest.mark.parametrize("own", [True, False])
 def test_auto_without_memory_for_the_buffers_keeps_heads_local(
-    envs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, own: bool
+    sglang_variables: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, own: bool
 ):
     """All ranks, if any of them has too little; `on` is refused then."""
     monkeypatch.setattr(dist, "get_world_size", lambda size: size)
@@ -201,17 +203,6 @@ def test_auto_leaves_most_of_the_free_memory_to_graphs_and_activations(monkeypat
     assert shared._lacks_memory(Settings(token_shard="on"), gpu, 1001 << 20) == ""
 
 
-@pytest.fixture
-def envs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    found = SimpleNamespace()
-    for name in ("sglang", "sglang.srt"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    module = ModuleType("sglang.srt.environ")
-    module.envs = found  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sglang.srt.environ", module)
-    return found
-
-
 @pytest.mark.parametrize(
     ("impls", "args", "broadcast", "why"),
     [
@@ -228,10 +219,10 @@ def envs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     ],
 )
 def test_servers_that_do_not_support_resharding(
-    envs: SimpleNamespace, impls: str, args: dict[str, Any], broadcast: bool | None, why: str | None
+    sglang_variables: SimpleNamespace, impls: str, args: dict[str, Any], broadcast: bool | None, why: str | None
 ):
     if broadcast is not None:
-        envs.SGLANG_DSA_TOPK_BROADCAST = SimpleNamespace(get=lambda: broadcast)
+        sglang_variables.SGLANG_DSA_TOPK_BROADCAST = SimpleNamespace(get=lambda: broadcast)
     prefill, *decode = impls.split(", ")
     said = impossible(built(prefill=prefill, decode=(decode or [prefill])[0]), runner(**args), MODEL)
     assert (said is None) if why is None else (said is not None and why in said)
@@ -248,7 +239,7 @@ def test_buffers_hold_the_chunks_that_sglang_decided_on(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("flag", ["enable_two_batch_overlap", "enable_deterministic_inference"])
 def test_what_sglang_turned_on_itself_stops_resharding(
-    envs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, flag: str
+    sglang_variables: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, flag: str
 ):
     keep_arguments_raw(monkeypatch)
     assert impossible(built(), runner(**decided(**{flag: True})), MODEL) is not None
@@ -270,7 +261,7 @@ def group_module(monkeypatch: pytest.MonkeyPatch, **members: Any) -> None:
     ],
 )
 def test_an_unexpected_group_is_refused(
-    envs: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, group: Any, message: str
+    sglang_variables: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, group: Any, message: str
 ):
     monkeypatch.setattr(dist, "get_world_size", lambda size: size)
     group_module(monkeypatch, **({} if group is None else {"get_attn_tp_group": lambda: group}))
