@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.version import Version
 from sglang_case import STUBS, needs_engine
 
 pytestmark = [pytest.mark.engine_sglang, pytest.mark.timeout(600), needs_engine()]
@@ -114,6 +115,50 @@ def test_sglangs_rules_and_the_plan_agree_on_dense_attention(
         backend.set_dsa_prefill_impl(prefill(*lengths))
     assert backend.use_mha is dense
     assert backend.nsa_plugin.route.dense is dense
+
+
+def test_prefills_that_sglangs_variable_makes_dense_beyond_index_topk_are_left(h200: None) -> None:
+    from sglang.srt.environ import envs
+
+    from nsa_plugin.backends.sglang.v32.routes import dense_beyond
+
+    backend = built()
+    planner = backend.nsa_plugin.planner
+    assert dense_beyond(planner.model, planner.settings, portable=False) == 0  # as SGLang itself sets it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD, "get", lambda: 4096)
+        planner.dense_up_to = dense_beyond(planner.model, planner.settings, portable=False)
+        for lengths, left in (((5, 2048), False), ((5, 3000), True), ((5, 5000), False)):
+            backend.set_dsa_prefill_impl(prefill(*lengths))
+            assert (backend.nsa_plugin.route is None) is left
+            assert backend.use_mha is (max(lengths) <= 4096)
+
+
+def test_what_the_counters_and_the_copies_depend_on_has_these_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that moved would go unnoticed: batches would count twice, or a selection be rows where slots are read."""
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.attention.tbo_backend import TboAttnBackend
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.version import __version__
+
+    from nsa_plugin.backends.sglang.startup.model import attends_half, selection_is_broadcast
+    from nsa_plugin.backends.sglang.v32.batch import prefill_batch
+    from nsa_plugin.backends.sglang.v32.routes import SEEDS
+
+    pools = dict.fromkeys(("token_to_kv_pool", "req_to_token_pool", "kv_index_translator"))
+    whole, *halves = (SimpleNamespace(**pools) for _ in range(3))
+    runner = SimpleNamespace(attn_backend=TboAttnBackend(whole, halves))
+    assert [attends_half(one, runner) for one in (whole, *halves)] == [False, True, True]
+
+    assert "_original_forward_mode" in ForwardBatch.__dataclass_fields__
+    assert prefill_batch(prefill(8, _original_forward_mode=ForwardMode.IDLE)).made_up
+    assert not prefill_batch(prefill(8, _original_forward_mode=ForwardMode.DECODE)).made_up
+
+    assert not selection_is_broadcast()
+    monkeypatch.setattr(envs.SGLANG_DSA_TOPK_BROADCAST, "get", lambda: True)
+    assert selection_is_broadcast()
+    makes_seeds = hasattr(importlib.import_module(ATTENTION).DeepseekSparseAttnBackend, SEEDS)
+    assert makes_seeds is (Version(__version__) >= Version("0.5.23"))
 
 
 @pytest.mark.parametrize("asked", ["auto", "flash_mla"])
