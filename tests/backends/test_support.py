@@ -200,7 +200,7 @@ def dense_by_sglang(monkeypatch: pytest.MonkeyPatch) -> Any:
     variable = SimpleNamespace(get=lambda: 8192)
     envs = SimpleNamespace(SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD=variable)
     monkeypatch.setattr(sys.modules["sglang.srt.environ"], "envs", envs)
-    return started(dense_up_to=dense_beyond(MODEL, Settings(), portable=False)).notes
+    return started(dense_up_to=dense_beyond("dsa", MODEL, Settings(), portable=False)).notes
 
 
 def without_scales(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,10 +124,10 @@ def test_prefills_that_sglangs_variable_makes_dense_beyond_index_topk_are_left(h
 
     backend = built()
     planner = backend.nsa_plugin.planner
-    assert dense_beyond(planner.model, planner.settings, portable=False) == 0  # as SGLang itself sets it
+    assert dense_beyond("dsa", planner.model, planner.settings, portable=False) == 0  # as SGLang itself sets it
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(envs.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD, "get", lambda: 4096)
-        planner.dense_up_to = dense_beyond(planner.model, planner.settings, portable=False)
+        planner.dense_up_to = dense_beyond("dsa", planner.model, planner.settings, portable=False)
         for lengths, left in (((5, 2048), False), ((5, 3000), True), ((5, 5000), False)):
             backend.set_dsa_prefill_impl(prefill(*lengths))
             assert (backend.nsa_plugin.route is None) is left

@@ -176,7 +176,7 @@ class SglangServing:
             portable=self.portable,
             mixes=bool(argument_of(model_runner.server_args, "enable_mixed_chunk")),
             no_copy=why_no_copy(backend, model_runner),
-            dense_up_to=dense_beyond(model, settings, portable=self.portable),
+            dense_up_to=dense_beyond(prefix_of(backend), model, settings, portable=self.portable),
             has_half=functools.partial(attends_half, backend, model_runner),
         )
         left = adopt(backend, planner, model_runner.server_args, exchange)

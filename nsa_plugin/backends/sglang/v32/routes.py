@@ -68,11 +68,8 @@ NO_DENSE_BESIDE_DRAFTS = "the draft model reads the selection of every prompt"
 COPY_BUDGET = "a quarter of the free memory"
 
 
-DENSE_VARIABLES = (
-    "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD",
-    "SGLANG_NSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD",
-)
-"""Up to how many tokens of context SGLang attends prefills densely; the second before 0.5.13."""
+DENSE_VARIABLE = "SGLANG_{}_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"
+"""Up to how many tokens of context SGLang attends prefills densely; named by the backend's prefix (`prefix_of`)."""
 SEEDS = "prepare_mtp_seed_indices"
 """The method that makes slots of a selection for draft steps, from SGLang 0.5.23 on."""
 
@@ -287,12 +284,15 @@ def v32_stock_feature(backend: Any, server_args: Any) -> str | None:
     return stock_feature(backend, server_args)
 
 
-def dense_beyond(model: ModelShape, settings: Settings, *, portable: bool) -> int:
+def dense_beyond(prefix: str, model: ModelShape, settings: Settings, *, portable: bool) -> int:
     """Return the context tokens, more than index_topk, up to which the user has SGLang attend prefills densely, or 0.
 
     `mha_max_kv` goes before SGLang's variable, and the portable path attends in place of SGLang's kernels.
+
+    Args:
+        prefix: see `prefix_of`.
     """
-    asked = max(int(variable_of(name) or 0) for name in DENSE_VARIABLES)
+    asked = variable_of(DENSE_VARIABLE.format(prefix.upper())) or 0
     return 0 if portable or settings.mha_max_kv >= 0 or asked <= model.index_topk else asked
 
 

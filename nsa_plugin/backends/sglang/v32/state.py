@@ -19,7 +19,7 @@ from nsa_plugin.backends.sglang.startup.model import prefix_of
 from nsa_plugin.backends.sglang.v32.arrival import LoadedPrefixes
 from nsa_plugin.backends.sglang.v32.indexer import Selection
 from nsa_plugin.backends.sglang.v32.routes import (
-    DENSE_VARIABLES,
+    DENSE_VARIABLE,
     FP8_PREFILLS,
     PLANNED,
     SglangPlanner,
@@ -121,8 +121,8 @@ def adopt(
         planner.stock_prefill = FP8_PREFILLS.get(prefill)
     if planner.dense_up_to:
         notes.append(
-            f"{DENSE_VARIABLES[0]} is {planner.dense_up_to}: prefills with contexts of up to so many tokens, more than "
-            "index_topk, that SGLang attends densely fall back to the stock path"
+            f"{DENSE_VARIABLE.format(x.upper())} is {planner.dense_up_to}: prefills that SGLang attends densely beyond "
+            f"the model's index_topk of {planner.model.index_topk} tokens fall back to the stock path"
         )
     if planner.sinks:  # SGLang's FA3 path does not support them
         notes.append("the model has attention sinks: decode, verify and draft steps fall back to the stock path")

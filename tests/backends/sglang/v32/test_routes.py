@@ -13,6 +13,7 @@ from nsa_plugin.backends.common.planner import execution_of
 from nsa_plugin.backends.sglang.v32 import routes
 from nsa_plugin.backends.sglang.v32.batch import eager_step, prefill_batch, step_batch
 from nsa_plugin.backends.sglang.v32.routes import (
+    DENSE_VARIABLE,
     FP8_PREFILLS,
     NO_DENSE,
     PLANNED,
@@ -305,13 +306,14 @@ def test_who_else_reads_the_selection(
         (4096, {}, True, 0),
     ],
 )
+@pytest.mark.parametrize("prefix", ["dsa", "nsa"])
 def test_prefills_that_a_user_has_attend_densely_beyond_index_topk_are_left(
-    sglang_variables: SimpleNamespace, threshold: int | None, settings: dict, portable: bool, tokens: int
+    sglang_variables: SimpleNamespace, prefix: str, threshold: int | None, settings: dict, portable: bool, tokens: int
 ):
     if threshold is not None:
-        sglang_variables.SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD = SimpleNamespace(get=lambda: threshold)
+        vars(sglang_variables)[DENSE_VARIABLE.format(prefix.upper())] = SimpleNamespace(get=lambda: threshold)
     made = planner("v32_fp8", **settings)
-    made.dense_up_to = dense_beyond(made.model, made.settings, portable=portable)
+    made.dense_up_to = dense_beyond(prefix, made.model, made.settings, portable=portable)
     assert made.dense_up_to == tokens
     between = prefill_batch(forward_batch(ForwardMode.EXTEND, [3000], [3000]))
     assert (made.prefill(between, no_dense="") is None) is bool(tokens)

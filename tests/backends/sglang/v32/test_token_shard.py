@@ -140,9 +140,7 @@ def test_auto_without_measured_times_asks_no_group(monkeypatch: pytest.MonkeyPat
     assert f"; heads stay local: no times on SM90 for 2 ranks that reshard {MODEL.heads_per_rank} heads each" in words
 
 
-def test_auto_allocates_nothing_if_no_batch_was_measured_faster(
-    sglang_variables: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-):
+def test_auto_allocates_nothing_if_no_batch_was_measured_faster(monkeypatch: pytest.MonkeyPatch):
     """The ranks say so to each other: one that has other kernel libraries than the rest might not."""
     group = SimpleNamespace(device_group=2, cpu_group=object())
     group_module(monkeypatch, get_attn_tp_group=lambda: group)
@@ -157,9 +155,7 @@ def test_auto_allocates_nothing_if_no_batch_was_measured_faster(
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_auto_without_memory_for_the_buffers_keeps_heads_local(
-    sglang_variables: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, own: bool
-):
+def test_auto_without_memory_for_the_buffers_keeps_heads_local(monkeypatch: pytest.MonkeyPatch, own: bool):
     """All ranks, if any of them has too little; `on` is refused then."""
     monkeypatch.setattr(dist, "get_world_size", lambda size: size)
     group_module(monkeypatch, get_attn_tp_group=lambda: SimpleNamespace(device_group=2, cpu_group=object()))
@@ -238,9 +234,7 @@ def test_buffers_hold_the_chunks_that_sglang_decided_on(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("flag", ["enable_two_batch_overlap", "enable_deterministic_inference"])
-def test_what_sglang_turned_on_itself_stops_resharding(
-    sglang_variables: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, flag: str
-):
+def test_what_sglang_turned_on_itself_stops_resharding(monkeypatch: pytest.MonkeyPatch, flag: str):
     keep_arguments_raw(monkeypatch)
     assert impossible(built(), runner(**decided(**{flag: True})), MODEL) is not None
     assert impossible(built(), runner(**decided(**{flag: False})), MODEL) is None
@@ -260,9 +254,7 @@ def group_module(monkeypatch: pytest.MonkeyPatch, **members: Any) -> None:
         (SimpleNamespace(device_group=3, cpu_group=object()), "has 3 ranks, but heads for 2"),
     ],
 )
-def test_an_unexpected_group_is_refused(
-    sglang_variables: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, group: Any, message: str
-):
+def test_an_unexpected_group_is_refused(monkeypatch: pytest.MonkeyPatch, group: Any, message: str):
     monkeypatch.setattr(dist, "get_world_size", lambda size: size)
     group_module(monkeypatch, **({} if group is None else {"get_attn_tp_group": lambda: group}))
     with pytest.raises(PatchError, match=message):
