@@ -107,6 +107,66 @@ def test_stages_that_are_filled_many_times(
     torch.testing.assert_close(result.out.float(), expected.out, atol=absolute, rtol=relative)
 
 
+def check_rows_in_turn(variant: sparse_mla.Variant, layout: str, splits: int, with_length: bool) -> None:
+    """Seven rows by two blocks, of many blocks of entries, few or none, by their lengths or because the last do not count."""
+    extra = ("v4_fp8", 512, 150, 64) if layout == "v4_fp8" else None
+    case = decode_case(
+        layout=layout,
+        batch=7,
+        s_q=1,
+        heads=5,
+        slots=1024,
+        topk=400,
+        extra=extra,
+        with_length=with_length,
+        seed=splits,
+    )
+    for row, end in enumerate((0, 400, 70, 1, 0, 300, 200)):
+        case["indices"][row, :, end:] = -1
+        if extra and row % 3 == 0:
+            case["extra_indices"][row, :, 20:] = -1
+    result = decode_op(partial(sparse_mla.attend, variant=variant))(**case, splits=splits)
+    expected = reference_decode(**case, out_dtype=torch.float32)
+    absolute, relative = DECODE_TOLERANCE
+    torch.testing.assert_close(result.out.float(), expected.out, atol=absolute, rtol=relative)
+    torch.testing.assert_close(result.lse, expected.lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def two_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = facts_of(86)._replace(sms=2)
+    monkeypatch.setattr(sparse_mla_launch, "facts_of", lambda device: facts)
+
+
+IN_TURN = [variant for variant in sparse_mla.PORTABLE_VARIANTS if variant.in_turn]
+
+
+@pytest.mark.parametrize("with_length", [True, False])
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
+@pytest.mark.parametrize("variant", IN_TURN, ids=str)
+@pytest.mark.usefixtures("two_sms")
+def test_rows_in_turn(variant: sparse_mla.Variant, layout: str, splits: int, with_length: bool) -> None:
+    check_rows_in_turn(variant, layout, splits, with_length)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("if (step >= STAGES) barrier_wait(shared_address(&shared.empty[stage]), step / STAGES - 1 & 1);", ""),
+        ("is_last = block + 1 >= end;", "is_last = block + 2 >= end;"),
+        ("own.first_row += gridDim.x;\n        if (own", "own.first_row += gridDim.x;\n        if (false && own"),
+        ("meet();\n        Query query;", "Query query;"),
+    ],
+    ids=["stages not empty", "too early an end", "the query before", "a query not measured"],
+)
+@pytest.mark.usefixtures("two_sms")
+def test_a_fault_between_rows_is_noticed(edit: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_on_cpu, "edits", [edit, AT_ONCE])
+    with pytest.raises(AssertionError, match=r"not close|wait for each other"):
+        check_rows_in_turn(IN_TURN[0], "v32_fp8", 1, False)
+
+
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
 def test_sparse_mla_with_conversions_of_fp8(layout: str, run_as: Callable[[int], None]) -> None:
     run_as(89)
@@ -212,11 +272,11 @@ def test_topk_rows(columns: int) -> None:
     ("edit", "variant"),
     [
         # The records of a step are not waited for, which other warps copy.
-        (("barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);", ";"), 0),
+        (("barrier_wait(shared_address(&shared.full[stage]), step / STAGES & 1);", ";"), 0),
         # Those that a warp has copied itself.
         (("wait_for_copies();  // those of the next block", ";  // those of the next block"), 2),
         # P is read before all warps have written it.
-        (("changed = meet_or(changed);           // P is there", "// P is there"), 0),
+        (("changed = meet_or(changed);  // P is there", "// P is there"), 0),
         # Half of the keys do not weigh.
         (("state.sum[j] += p[0] + p[1];", "state.sum[j] += p[0];"), 0),
     ],

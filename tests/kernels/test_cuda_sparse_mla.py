@@ -98,6 +98,25 @@ def test_without_clusters_another_kernel_adds_up_any_number_of_shares():
     assert sparse_mla_launch.choose_variant(16, 8, 2048, 132, variants, lambda variant, shares: 5)[1] == 2
 
 
+@pytest.mark.parametrize(
+    ("rows", "room", "blocks"),
+    [
+        (1, 132, 1),
+        (132, 132, 132),  # an SM each
+        (133, 132, 67),  # two each, by as few blocks
+        (512, 132, 128),
+        (4096, 132, 512),  # eight each: 32 at most by an SM, as with one each
+        (8192, 132, 1171),  # seven each: 63
+        (4096, 1, 512),
+    ],
+)
+def test_blocks_attend_rows_in_turn(rows: int, room: int, blocks: int) -> None:
+    in_turn = sparse_mla.PORTABLE_VARIANTS[0]
+    assert in_turn.in_turn
+    assert in_turn.blocks_of(rows, room) == blocks
+    assert sparse_mla.PORTABLE_VARIANTS[2].blocks_of(rows, room) == rows
+
+
 def test_every_variant_that_a_batch_may_use_is_built_with_the_first():
     """Engines warm up with a few batch sizes; another size must not compile a kernel while it serves."""
     for heads in (1, 5, 8, 16, 24, 32, 40, 64, 128):

@@ -26,7 +26,11 @@
 // both positions, and every access below spreads over all banks: rows lie 16 bytes apart modulo 128.
 
 #include "gate.cuh"
-#include "sparse_mla_steps.cuh"
+
+#if IN_TURN
+#include "sparse_mla_in_turn.cuh"
+#else
+#include "sparse_mla_output.cuh"
 
 // Attention of query row `blockIdx.x`, or of the GROUP rows from GROUP * `blockIdx.x` on, for heads from
 // HEADS / GROUP * `blockIdx.y` on, over the share `blockIdx.z` of its
@@ -116,7 +120,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
             note_members(stage, known[k], record);
             start_copies(shared, stage, copier, record, lane, place_of(block, known[k], record));
         }
-        if (!HOPPER && !COPY_BETWEEN) finish_copies(shared_address(&shared.full[stage]), lane);
     };
     auto slots_of = [&](int (&known)[KNOWN], int block, auto slot_of) {
 #pragma unroll
@@ -146,7 +149,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     }
     int next[KNOWN];
     slots_of(next, begin + STAGES, slot_of);
-    int own_share = blockIdx.z;
     bool is_whole = GROUP > 1 || gridDim.z == 1, is_cluster = HOPPER && !is_whole && !partial_out;
 #if PRODUCERS
     if (!multiplies) {
@@ -156,11 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
             copy(block, next);
             slots_of(next, block + 1, slot_of);
         }
-#if HOPPER
         if (is_cluster) cluster_meet(), cluster_part();
-#else
-        wait_for_copies();  // a thread that copies stays until its copies are there
-#endif
         return;
     }
     find_largest(shared, raw, part, lane);
@@ -168,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #endif
     Query query;
     keep_query(shared, query, raw, part, scale_log2, lane);
-    if (COPY_BETWEEN) wait_for_copies();
+    if (!HOPPER) wait_for_copies();
     meet();
     float o[VALUE_TILES][NT][4] = {};
     State state;
@@ -179,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         int step = block - begin, stage = (u32)step % STAGES;
         // With many heads, addresses are made anew in every step: registers do not suffice to keep them.
         if constexpr (!HOPPER && NT > 2) asm volatile("" : "+r"(lane), "+r"(warp));
-        if (!COPY_BETWEEN) barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);
+        if (HOPPER) barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);
         multiply_queries(shared, stage, query, part, lane);
         // S is there, and nobody reads P or the stage before any more.
         meet();
@@ -191,9 +189,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         u32 factors;
         float reference_change;
         bool changed = exponentiate(shared, stage, state, warp, lane, factors, reference_change);
-        if (COPY_BETWEEN) wait_for_copies();  // those of the next block: all warps know it after they have met
+        if (!HOPPER) wait_for_copies();  // those of the next block: all warps know it after they have met
         changed = meet_or(changed);           // P is there, and nobody reads S any more
-#if HOPPER || PRODUCERS
+#if HOPPER
         auto between = [](int) {};
 #else
         int filled = (u32)(step + STAGES - 1) % STAGES, record = known_record(copier, lane, 0);
@@ -216,65 +214,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     }
 
     meet();
-#pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) {
-        int column = column_of(warp, lane, j), head = query_of(column) < own_rows ? head_of(column) : own_heads;
-        float sum = sum_of_lanes<LANES>(state.sum[j]), largest = max_of_lanes<LANES>(state.largest[j]);
-        if (lane % LANES == 0) {
-            float total = state.anchor[j] + log2_approx(sum);  // -inf where there is nothing
-            float weight = sum == 0.f ? 0.f : 1.f / sum;
-            i64 at = (i64)(first_row + query_of(column)) * heads + first_head + head;
-            Share share = {sum == 0.f ? -infinity() : total, largest};
-            if (is_cluster) own_shares(shared)[column] = share;
-            else if (head < own_heads && !is_whole) partials[(i64)own_share * gridDim.x * heads + at] = share;
-            else if (head < own_heads) {
-                if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[first_head + head] * LOG2_E - total);
-                lse[at] = sum == 0.f ? infinity() : total * LN_2;
-                max_logits[at] = largest * LN_2;
-            }
-            shared.alpha[column] = weight;
-        }
-    }
+    Own own = {first_row, own_rows, first_head, own_heads, (int)blockIdx.z, is_whole, is_cluster};
+    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partial_out, partials, (int)gridDim.x, heads};
+    finish_heads(shared, state, own, results, sink, warp, lane);
     meet();
-
-    int g = lane >> 2, t = lane & 3;
-    // Exponents reach 127 + 1, which is not a finite float32: applied in two halves.
-    float reference = power_of_two(state.reference / 2);
-    float rest = power_of_two(state.reference - state.reference / 2) * (1.f / VALUE_UNIT);
-    bool is_rope = LAYOUT == 1 && warp == 7;
-    if (is_rope) reference = rest = 1.f;
-    float* own_out = (float*)shared.records;
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            int column = n * 8 + 2 * t + i, query = query_of(n * 8), head = head_of(n * 8) + 2 * t + i;
-            if (query >= own_rows || head >= own_heads) continue;
-            float weight = shared.alpha[column];
-#pragma unroll
-            for (int m = 0; m < VALUE_TILES; ++m) {
-                float lower = weight != 0.f ? o[m][n][i] * weight * reference * rest : 0.f;
-                float upper = weight != 0.f ? o[m][n][i + 2] * weight * reference * rest : 0.f;
-                int value = warp * (16 * VALUE_TILES) + m * 16 + (is_rope ? g : 2 * g), step = is_rope ? 8 : 1;
-                if (!is_whole) {
-                    auto put = [&](float* to) {
-                        if (is_rope) to[0] = lower, to[8] = upper;
-                        else *(float2*)to = make_float2(lower, upper);
-                    };
-                    // Apart, so that the compiler knows which memory it writes to.
-                    if (is_cluster) put(own_out + head * O_STRIDE + value);
-                    else put(partial_out + (((i64)own_share * gridDim.x + row) * heads + first_head + head) * D_V + value);
-                } else {
-                    i64 at = (first_row + query) * out_row_stride + (first_head + head) * out_head_stride + value;
-#if OUT_FLOAT32
-                    ((float*)out)[at] = lower, ((float*)out)[at + step] = upper;
-#else
-                    u32 both = pack_bf16(lower, upper);
-                    ((u16*)out)[at] = (u16)both, ((u16*)out)[at + step] = (u16)(both >> 16);
-#endif
-                }
-            }
-        }
+    write_output(shared, state, o, own, results, warp, lane);
 #if HOPPER
     if (!is_cluster) return;
 
@@ -282,3 +226,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
                max_logits, warp, lane);
 #endif
 }
+#endif  // of those that do not take rows in turn

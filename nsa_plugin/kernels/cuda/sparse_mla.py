@@ -77,7 +77,7 @@ class Variant(FewHeadsVariant):
             p_copies * columns * (self.keys + 8) * 2,  # P
             self.stages * (self.keys * scales + validity + members),
             2 * self.keys * 8 + 2 * 8,  # addresses of records, of zero records and of rows
-            self.stages * (16 if self.producers else 8) + WARPS * 4,  # barriers, and a number a warp
+            self.stages * (8 + 8 * (self.producers > 0) + 4 * self.in_turn) + WARPS * 4,  # barriers, and a number a warp
             kept * 32 * 2 * self.tiles * 4,  # fragments of the query
             2 * columns * 4,  # factors of a head
             128,  # alignment
@@ -88,8 +88,8 @@ class Variant(FewHeadsVariant):
 # `held` as measured: 4 leaves 16 heads the registers that they lack.
 VARIANTS = (Variant(tiles=1, blocks=2, held=8), Variant(tiles=2, blocks=2, held=4), Variant(tiles=4, blocks=1, held=8))
 PORTABLE_VARIANTS = (
-    Variant(tiles=1, blocks=1, held=8, producers=2),
-    Variant(tiles=2, blocks=1, held=8, sums=2, producers=2),
+    Variant(tiles=1, blocks=1, held=8, producers=2, in_turn=True),
+    Variant(tiles=2, blocks=1, held=8, sums=2, producers=2, in_turn=True),
     Variant(tiles=4, blocks=1, held=8, keys=32, stages=3),
     Variant(tiles=8, blocks=1, held=3, keys=32, stages=3, head_parts=2),
     Variant(tiles=8, blocks=1, held=8, keys=32, stages=3, head_parts=2, sums=2),

@@ -33,11 +33,8 @@ constexpr int TILES = NT / GROUP;         // tiles of a query row
 static_assert(NT % GROUP == 0, "a query row takes whole tiles");
 static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES * WARPS / 2 < 14), "barriers are few");
 static_assert(NT % HEAD_PARTS == 0, "warps take whole tiles");
-// Whether warps that multiply copy, too, piece by piece in between, without a barrier for each stage: see sparse_mla_copies.cuh.
-constexpr bool COPY_BETWEEN = !HOPPER && !PRODUCERS;
-constexpr bool WRITES = LAYOUT == 1 || GROUP > 1;  // whether a copying warp writes to shared memory, too
-// On a stage's barrier, by a filling.
-constexpr int ARRIVALS = HOPPER ? COPIERS + (LAYOUT == 0 ? 0 : KEYS) : 32 * COPIERS + (WRITES ? COPIERS : 0);
+// On a stage's barrier, by a filling: a warp and what it copies in bulk, or its threads, each with its copies, and the warp.
+constexpr int ARRIVALS = HOPPER ? COPIERS + (LAYOUT == 0 ? 0 : KEYS) : 33 * COPIERS;
 constexpr int STEPS = 32 / VALUE_PARTS;  // steps of 16 values that a warp multiplies with the query
 #if LAYOUT == 0
 constexpr int SCALED = 8;        // steps that share a scale
@@ -91,6 +88,9 @@ struct Shared {
     alignas(8) u64 full[STAGES];      // a stage's records have arrived
 #if PRODUCERS
     u64 empty[STAGES];                // and nobody reads them any more
+#endif
+#if IN_TURN
+    int is_last[STAGES];              // whether the query row has no more
 #endif
     int last[WARPS];                  // blocks that a warp found entries in
 };

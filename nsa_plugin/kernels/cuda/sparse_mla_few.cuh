@@ -21,6 +21,9 @@
 #ifndef PRODUCERS
 #define PRODUCERS 0  // so many warps more copy, for a block that has an SM alone: a warp that starts copies waits for them
 #endif
+#ifndef IN_TURN
+#define IN_TURN 0  // a block attends several query rows in turn
+#endif
 #ifndef LANE_KEYS
 #define LANE_KEYS 2  // neighbouring keys that a lane exponentiates
 #endif
@@ -100,16 +103,24 @@ DEVICE void copy_in_bulk(Memory& shared, int stage, int copier, u32 full) {
 }
 #endif
 
-// Short contexts leave all blocks of keys from some one on empty. The end without these, where `counts(block, i)` says
-// whether entry i of a block does. For all warps; the last block is known to be empty.
-template <typename Counts>
-DEVICE int end_of_entries(int begin, int end, int (&found)[WARPS], bool multiplies, int warp, int lane, Counts counts) {
+// The last block that has entries, among those that this warp reads of a row's, where `counts(block, i)` says whether entry
+// i of a block does. So many warps, `WARPS_READING`, find the last of all of them.
+template <int WARPS_READING, typename Counts>
+DEVICE int last_with_entries(int begin, int end, int warp, int lane, Counts counts) {
     // Warps that read a block's slots, or blocks whose slots a warp reads.
     constexpr int READERS = KEYS > 32 ? KEYS / 32 : 1, READ = KEYS < 32 ? 32 / KEYS : 1;
+    static_assert(WARPS_READING >= READERS, "a block's slots are read at once");
     int last = begin;
-    for (int b = begin + 1 + warp / READERS * READ + lane / KEYS; b < end - 1; b += WARPS / READERS * READ)
+    for (int b = begin + 1 + warp / READERS * READ + lane / KEYS; b < end - 1; b += WARPS_READING / READERS * READ)
         if (counts(b, warp % READERS * 32 + lane % KEYS)) last = b;
-    last = (int)__reduce_max_sync(~0u, (u32)last);
+    return (int)__reduce_max_sync(~0u, (u32)last);
+}
+
+// Short contexts leave all blocks of keys from some one on empty. The end without these, for all warps; the last block is
+// known to be empty.
+template <typename Counts>
+DEVICE int end_of_entries(int begin, int end, int (&found)[WARPS], bool multiplies, int warp, int lane, Counts counts) {
+    int last = last_with_entries<WARPS>(begin, end, warp, lane, counts);
     if (lane == 0 && multiplies) found[warp] = last;
     __syncthreads();
 #pragma unroll

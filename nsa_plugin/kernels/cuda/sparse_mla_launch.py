@@ -23,6 +23,7 @@ from nsa_plugin.layouts import V4_FP8, V32_FP8, CacheLayout
 
 LOG2_E = 1.4426950408889634
 KEYS = 64  # entries that a share of a row has at least two times
+MOST_IN_TURN = 8  # query rows of a block
 WARPS = 8  # of a block of few heads, without those that only copy
 D_V = 512
 LAYOUTS = (V32_FP8, V4_FP8)
@@ -45,6 +46,7 @@ class FewHeadsVariant:
         stages: steps in shared memory.
         producers: warps that only copy, beside those that multiply; 0: these copy too.
         eager: a call gets it as soon as the device has room for `least_room` shares.
+        in_turn: a block attends several query rows in turn, and `producers` copy for the next one meanwhile.
     """
 
     tiles: int
@@ -53,6 +55,7 @@ class FewHeadsVariant:
     stages: int = 2
     producers: int = 0
     eager: bool = False
+    in_turn: bool = False
 
     @property
     def threads(self) -> tuple[int, int, int]:
@@ -68,7 +71,21 @@ class FewHeadsVariant:
     def definitions(self) -> dict[str, int]:
         """Of the source's preprocessor."""
         sizes = {"NT": self.tiles, "MIN_BLOCKS": self.blocks, "KEYS": self.keys, "STAGES": self.stages}
-        return sizes | {"PRODUCERS": self.producers}
+        return sizes | {"PRODUCERS": self.producers, "IN_TURN": int(self.in_turn)}
+
+    def blocks_of(self, rows: int, room: int) -> int:
+        """Blocks that attend so many query rows, a group of heads and a share of each.
+
+        With `in_turn` as few as keep all SMs at work to the end, of up to `MOST_IN_TURN` rows each: so others begin
+        where one is done early, or where another kernel has an SM.
+
+        Args:
+            room: blocks that run at once on the device.
+        """
+        if not self.in_turn:
+            return rows
+        each = min(range(MOST_IN_TURN, 0, -1), key=lambda each: -(-rows // each // room) * each)
+        return -(-rows // each)
 
     def least_room(self, heads: int) -> int:
         """Shares that the device has to have room for, for a call of so many heads to get it; 0: for the most.
@@ -293,9 +310,11 @@ def attend_in_shares(
                 torch.empty((splits, rows, heads, 2), dtype=torch.float32, device=device),
             )
         attend, combine = built[variant]
+        turns = (size(rows),) if variant.in_turn else ()
         gates = () if gate is None else (gate,)
+        blocks = variant.blocks_of(rows, max(1, launch.facts.sms * variant.blocks // (groups * splits)))
         attend(
-            (rows, groups, splits),
+            (blocks, groups, splits),
             variant.threads,
             (
                 *launch.queries,
@@ -304,6 +323,7 @@ def attend_in_shares(
                 ctypes.c_float(call.scale * LOG2_E),
                 *launch.outputs,
                 *parts,
+                *turns,
                 *gates,
             ),
             shared_bytes=variants[variant],

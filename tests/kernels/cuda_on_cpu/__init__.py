@@ -63,8 +63,8 @@ def load_kernel(
 
 
 def _edited(path: Path, left: list[tuple[str, str]]) -> str:
-    """A file's text with those edits made that it has a place for; they are taken from `left`."""
-    text = path.read_text()
+    """A file's text for a CPU, with those edits made that it has a place for; they are taken from `left`."""
+    text = DYNAMIC.sub(r"\1* const \2 = (\1*)shared_memory;", path.read_text())
     for edit in [one for one in left if one[0] in text]:
         assert text.count(edit[0]) == 1, edit
         text = text.replace(*edit)
@@ -78,7 +78,7 @@ def _library(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> ct
     left = list(edits)
     headers = [path for path in sorted(SOURCES.glob("*.cuh")) if path.name != "instructions.cuh"]
     texts = {path.name: _edited(path, left) for path in (*headers, HERE / "instructions.cuh", HERE / "threads.h")}
-    text = DYNAMIC.sub(r"\1* const \2 = (\1*)shared_memory;", _edited(SOURCES / source, left))
+    text = _edited(SOURCES / source, left)
     texts["kernel.cpp"] = f"""#include "threads.h"
 {text}
 extern "C" int run_{name}(void** args, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz) {{
