@@ -108,7 +108,7 @@ def test_stages_that_are_filled_many_times(
 
 
 def check_rows_in_turn(variant: sparse_mla.Variant, layout: str, splits: int, with_length: bool) -> None:
-    """Seven rows by two blocks, of many blocks of entries, few or none, by their lengths or because the last do not count."""
+    """Seven rows by two blocks, of many entries, few or none, by their lengths or because the last do not count."""
     extra = ("v4_fp8", 512, 150, 64) if layout == "v4_fp8" else None
     case = decode_case(
         layout=layout,

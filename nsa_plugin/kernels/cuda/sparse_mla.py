@@ -77,7 +77,8 @@ class Variant(FewHeadsVariant):
             p_copies * columns * (self.keys + 8) * 2,  # P
             self.stages * (self.keys * scales + validity + members),
             2 * self.keys * 8 + 2 * 8,  # addresses of records, of zero records and of rows
-            self.stages * (8 + 8 * (self.producers > 0) + 4 * self.in_turn) + WARPS * 4,  # barriers, and a number a warp
+            self.stages * (8 + 8 * (self.producers > 0) + 4 * self.in_turn),  # barriers, and whether a row ends
+            WARPS * 4,  # a number a warp
             kept * 32 * 2 * self.tiles * 4,  # fragments of the query
             2 * columns * 4,  # factors of a head
             128,  # alignment
