@@ -107,7 +107,7 @@ def test_stages_that_are_filled_many_times(
     torch.testing.assert_close(result.out.float(), expected.out, atol=absolute, rtol=relative)
 
 
-def check_rows_in_turn(variant: sparse_mla.Variant, layout: str, splits: int, with_length: bool) -> None:
+def check_rows_in_turn(attend: Any, layout: str, splits: int, with_length: bool) -> None:
     """Seven rows by two blocks, of many entries, few or none, by their lengths or because the last do not count."""
     extra = ("v4_fp8", 512, 150, 64) if layout == "v4_fp8" else None
     case = decode_case(
@@ -125,7 +125,7 @@ def check_rows_in_turn(variant: sparse_mla.Variant, layout: str, splits: int, wi
         case["indices"][row, :, end:] = -1
         if extra and row % 3 == 0:
             case["extra_indices"][row, :, 20:] = -1
-    result = decode_op(partial(sparse_mla.attend, variant=variant))(**case, splits=splits)
+    result = decode_op(attend)(**case, splits=splits)
     expected = reference_decode(**case, out_dtype=torch.float32)
     absolute, relative = DECODE_TOLERANCE
     torch.testing.assert_close(result.out.float(), expected.out, atol=absolute, rtol=relative)
@@ -138,22 +138,27 @@ def two_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_mla_launch, "facts_of", lambda device: facts)
 
 
-IN_TURN = [variant for variant in sparse_mla.PORTABLE_VARIANTS if variant.in_turn]
+IN_TURN = [
+    pytest.param(partial(module.attend, variant=variant), layout, id=f"{layout}, {variant.heads} heads")
+    for module, layouts in ((sparse_mla, ("v32_fp8", "v4_fp8")), (sparse_mla_rows, ("bf16",)))
+    for variant in module.PORTABLE_VARIANTS
+    if variant.in_turn
+    for layout in layouts
+]
 
 
 @pytest.mark.parametrize("with_length", [True, False])
 @pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
-@pytest.mark.parametrize("variant", IN_TURN, ids=str)
+@pytest.mark.parametrize(("attend", "layout"), IN_TURN)
 @pytest.mark.usefixtures("two_sms")
-def test_rows_in_turn(variant: sparse_mla.Variant, layout: str, splits: int, with_length: bool) -> None:
-    check_rows_in_turn(variant, layout, splits, with_length)
+def test_rows_in_turn(attend: Any, layout: str, splits: int, with_length: bool) -> None:
+    check_rows_in_turn(attend, layout, splits, with_length)
 
 
 @pytest.mark.parametrize(
     "edit",
     [
-        ("if (step >= STAGES) barrier_wait(shared_address(&shared.empty[stage]), step / STAGES - 1 & 1);", ""),
+        ("if (round) barrier_wait(shared_address(&shared.empty[stage]), round - 1 & 1);", ""),
         ("is_last = block + 1 >= end;", "is_last = block + 2 >= end;"),
         ("own.first_row += gridDim.x;\n        if (own", "own.first_row += gridDim.x;\n        if (false && own"),
         ("meet();\n        Query query;", "Query query;"),
@@ -164,7 +169,7 @@ def test_rows_in_turn(variant: sparse_mla.Variant, layout: str, splits: int, wit
 def test_a_fault_between_rows_is_noticed(edit: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_on_cpu, "edits", [edit, AT_ONCE])
     with pytest.raises(AssertionError, match=r"not close|wait for each other"):
-        check_rows_in_turn(IN_TURN[0], "v32_fp8", 1, False)
+        check_rows_in_turn(partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[0]), "v32_fp8", 1, False)
 
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
@@ -272,7 +277,7 @@ def test_topk_rows(columns: int) -> None:
     ("edit", "variant"),
     [
         # The records of a step are not waited for, which other warps copy.
-        (("barrier_wait(shared_address(&shared.full[stage]), step / STAGES & 1);", ";"), 0),
+        (("barrier_wait(shared_address(&shared.full[stage]), turn.round(0) & 1);", ";"), 0),
         # Those that a warp has copied itself.
         (("wait_for_copies();  // those of the next block", ";  // those of the next block"), 2),
         # P is read before all warps have written it.

@@ -30,7 +30,7 @@
 #if IN_TURN
 #include "sparse_mla_in_turn.cuh"
 #else
-#include "sparse_mla_output.cuh"
+#include "sparse_mla_steps.cuh"
 
 // Attention of query row `blockIdx.x`, or of the GROUP rows from GROUP * `blockIdx.x` on, for heads from
 // HEADS / GROUP * `blockIdx.y` on, over the share `blockIdx.z` of its
@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     meet();
     Own own = {first_row, own_rows, first_head, own_heads, (int)blockIdx.z, is_whole, is_cluster};
     Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partial_out, partials, (int)gridDim.x, heads};
-    finish_heads(shared, state, own, results, sink, warp, lane);
+    finish_heads(shared.alpha, own_shares(shared), state, own, results, sink, warp, lane);
     meet();
     write_output(shared, state, o, own, results, warp, lane);
 #if HOPPER

@@ -4,18 +4,9 @@
 #ifndef LAYOUT
 #define LAYOUT 0  // 0: v32_fp8, 1: v4_fp8
 #endif
-#ifndef HAS_EXTRA
-#define HAS_EXTRA 0  // whether there is a second cache
-#endif
-#ifndef GROUP
-#define GROUP 1  // neighbouring query rows of a block, which share the union of their entries
-#endif
 // The first product is split over the warps: by values into four parts, by heads into one or two, by keys into the rest.
 #ifndef HEAD_PARTS
 #define HEAD_PARTS 1
-#endif
-#ifndef SUMS
-#define SUMS 4  // sums of S in shared memory: one for every part of the values, or for two
 #endif
 #ifndef HELD
 #define HELD 4  // of the 8 steps over a warp's part of the query's values, those whose fragments are in registers
@@ -29,8 +20,6 @@ constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, in
 // Of these, at a time: all where registers suffice, as with many heads if shared memory has some of the query's fragments.
 constexpr int TOGETHER = (HEAD_PARTS > 1 && HELD == 8) || SUMS < VALUE_PARTS ? 1 : KEY_TILES;
 constexpr int QUERY_TILES = NT / HEAD_PARTS;  // tiles of 8 heads a warp, in the first product
-constexpr int TILES = NT / GROUP;         // tiles of a query row
-static_assert(NT % GROUP == 0, "a query row takes whole tiles");
 static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES * WARPS / 2 < 14), "barriers are few");
 static_assert(NT % HEAD_PARTS == 0, "warps take whole tiles");
 // On a stage's barrier, by a filling: a warp and what it copies in bulk, or its threads, each with its copies, and the warp.
@@ -54,10 +43,6 @@ constexpr int ROPE = 448;
 constexpr u32 SLOT_BITS = 28;
 constexpr u32 SLOT_MASK = (1u << SLOT_BITS) - 1;
 #endif
-
-// Which row of the group a column of S belongs to, and which head of the block's.
-DEVICE int query_of(int column) { return GROUP == 1 ? 0 : column / 8 / TILES; }
-DEVICE int head_of(int column) { return GROUP == 1 ? column : column % (8 * TILES); }
 
 struct Shared {
     alignas(128) u8 records[STAGES][KEYS * ROW];

@@ -108,10 +108,3 @@ DEVICE void start_copies(Shared& shared, int stage, int, int record, int lane, c
     pieces.copy<PIECES>(0);
 }
 #endif
-
-// Arrives at a stage's barrier: when the copies of this thread are there, and for what the warp has written itself.
-DEVICE void finish_copies(u32 full, int lane) {
-    arrive_with_copies(full);
-    __syncwarp();
-    if (lane == 0) barrier_arrive(full);
-}

@@ -12,6 +12,15 @@
 #ifndef STAGES
 #define STAGES 2  // steps in shared memory
 #endif
+#ifndef HAS_EXTRA
+#define HAS_EXTRA 0  // whether there is a second cache
+#endif
+#ifndef GROUP
+#define GROUP 1  // neighbouring query rows of a block, which share the union of their entries
+#endif
+#ifndef SUMS
+#define SUMS 4  // sums of S in shared memory: one for every part of the values, or for two
+#endif
 #ifndef TEAMS
 #define TEAMS 1  // of a block's warps: each has heads of its own, and while one exponentiates, another multiplies
 #endif
@@ -46,14 +55,20 @@ constexpr int COLUMNS = HEADS * LANES / (32 * MEMBERS);  // columns of S that a 
 constexpr int S_STRIDE = KEYS + 4;  // floats between heads of S: lanes of a warp's store fall into 32 banks
 constexpr int P_STRIDE = KEYS + 8;  // halves between heads of P: 8 rows of a matrix in 32 banks
 constexpr int O_STRIDE = 516;       // floats between heads of a share's output in shared memory
+constexpr int TILES = NT / GROUP;   // tiles of a query row
 constexpr bool EMPTIES = PRODUCERS || TEAMS > 1;  // whether warps say that they have read a stage; else the block meets
 static_assert(HEADS * LANES % (32 * MEMBERS) == 0, "warps take whole columns");
+static_assert(NT % GROUP == 0, "a query row takes whole tiles");
 static_assert((PRODUCERS & PRODUCERS - 1) == 0 && PRODUCERS <= WARPS, "warps that only copy are numbered by a mask");
 static_assert(TEAMS == 1 || (!HOPPER && !PRODUCERS), "a cluster has room for the output of one team a block");
 static_assert(PRODUCERS || STAGES > TEAMS, "a stage is filled TEAMS steps after it was read");
 
 // Row of shared memory of position 2 l + i of a block: see sparse_mla.cu.
 DEVICE int row_of(int l, int i) { return (l & 24) << 1 | i << 3 | ((l & 7) ^ i << 2); }
+
+// Which row of the group a column of S belongs to, and which head of the block's.
+DEVICE int query_of(int column) { return GROUP == 1 ? 0 : column / 8 / TILES; }
+DEVICE int head_of(int column) { return GROUP == 1 ? column : column % (8 * TILES); }
 
 // The columns of S that a lane of a team's warp exponentiates.
 DEVICE int column_of(int member, int lane, int j) {

@@ -36,6 +36,7 @@ SOURCE = "sparse_mla_rows.cu"
 DIM = 576
 ROW_BYTES = BF16.row_bytes(DIM)
 ROW_STRIDE = ROW_BYTES + 16  # in shared memory, against bank conflicts
+UNIT = 16  # rows of a stage, where a block attends query rows in turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +45,11 @@ class RowsVariant(FewHeadsVariant):
 
     Attributes:
         teams: of the warps that multiply: each has `tiles` of its own, and while one exponentiates, another multiplies.
+        sums: of Q K^T in shared memory: one for each quarter of a row's values, or for two.
     """
 
     teams: int = 1
+    sums: int = 4
 
     @property
     def heads(self) -> int:
@@ -56,18 +59,19 @@ class RowsVariant(FewHeadsVariant):
     @property
     def definitions(self) -> dict[str, int]:
         """Of the source's preprocessor."""
-        return super().definitions | {"TEAMS": self.teams}
+        return super().definitions | {"TEAMS": self.teams, "SUMS": self.sums}
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, in bytes: at least what `Shared` of the source has."""
+        of_stage = UNIT if self.in_turn else self.keys
         parts = (
-            self.stages * self.keys * ROW_STRIDE,
-            4 * self.heads * (self.keys + 4) * 4,  # S
+            self.stages * of_stage * ROW_STRIDE,
+            self.sums * self.heads * (self.keys + 4) * 4,  # S
             self.heads * (self.keys + 8) * 2,  # P
             self.heads * 4,  # changes of the output
             2 * self.keys * 8,  # addresses of rows and of zero rows
-            self.stages * (2 * 8 + self.keys),  # barriers, and validity
+            self.stages * (2 * 8 + 4 * self.in_turn + of_stage),  # barriers, whether a row ends, and validity
             WARPS * 4,
             128,  # alignment
         )
@@ -76,14 +80,14 @@ class RowsVariant(FewHeadsVariant):
 
 VARIANTS = tuple(RowsVariant(tiles=tiles, blocks=1, producers=4, eager=True) for tiles in (1, 2, 4))
 PORTABLE_VARIANTS = (
-    RowsVariant(tiles=1, keys=32, blocks=1),
-    RowsVariant(tiles=2, keys=32, blocks=1),
+    RowsVariant(tiles=1, keys=32, blocks=1, stages=5, producers=2, in_turn=True),
+    RowsVariant(tiles=2, keys=32, blocks=1, stages=5, producers=2, in_turn=True, sums=2),
     RowsVariant(tiles=4, keys=32, blocks=1),
     RowsVariant(tiles=4, keys=16, blocks=1, stages=4, teams=2),
 )
 """For other GPUs than SM90: what 99 KiB of shared memory suffice for, one block an SM."""
 ROOMY_VARIANTS = (
-    PORTABLE_VARIANTS[0],
+    RowsVariant(tiles=1, keys=32, blocks=1),
     RowsVariant(tiles=1, keys=16, blocks=1, stages=4, teams=2),
     *PORTABLE_VARIANTS[2:],
 )

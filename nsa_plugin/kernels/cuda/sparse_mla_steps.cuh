@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sparse_mla_copies.cuh"
+#include "sparse_mla_output.cuh"
 
 // Steps that share a scale: codes of a warp's tiles of 16 keys times the queries.
 DEVICE void multiply_codes(float (&acc)[TOGETHER][QUERY_TILES][4], u32 address, const Shared& shared, const Query& query,
@@ -311,4 +312,15 @@ DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][N
             between((k * VALUE_TILES + m) / 2);
         }
     }
+}
+
+// A warp's output of a row: the products of fp8 values are relative to a power of two, and their rows' order is that of
+// `value_codes`; those of bfloat16 values are neither.
+DEVICE void write_output(Shared& shared, const State& state, const float (&o)[VALUE_TILES][NT][4], const Own& own,
+                         const Results& to, int warp, int lane) {
+    bool is_rope = LAYOUT == 1 && warp == 7;
+    // Exponents reach 127 + 1, which is not a finite float32: applied in two halves.
+    float factor = is_rope ? 1.f : power_of_two(state.reference / 2);
+    float rest = is_rope ? 1.f : power_of_two(state.reference - state.reference / 2) * (1.f / VALUE_UNIT);
+    write_output(shared.alpha, factor, rest, is_rope, (float*)shared.records, o, own, to, warp, lane);
 }
