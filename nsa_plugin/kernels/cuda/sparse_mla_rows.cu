@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     };
     auto counts = [&](int slot) -> bool { return (u32)slot < (u32)scope.num_slots; };
     bool multiplies = !PRODUCERS || warp < WARPS, copies = !PRODUCERS || !multiplies;
-    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = known_record(copier, lane, 0);
+    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = copier * COPIES + known_row(lane);
     auto copy = [&](int block, int stage, int slot) {
         bool valid = counts(slot);
         start_copies(shared, stage, copier, i, lane, valid ? find_row(scope, slot) : shared.nothing[i], valid);

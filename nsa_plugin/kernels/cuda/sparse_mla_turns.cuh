@@ -42,18 +42,26 @@ struct Turn {
     DEVICE u32 round(int unit) const { return (step * UNITS + unit) / STAGES; }
 };
 
+// Of a block's records the copying warps take as many in each stage. Record number `own` of a warp's, in the block.
+constexpr int OWN_RECORDS = COPIES / UNITS;
+DEVICE int record_of(int copier, int own) {
+    return own / OWN_RECORDS * (KEYS / UNITS) + copier * OWN_RECORDS + own % OWN_RECORDS;
+}
+constexpr int AT_ONCE = 4;  // records that a warp copies, each by 8 lanes
+static_assert(COPIES <= 32 && OWN_RECORDS % AT_ONCE == 0, "a lane knows a record's slot, and the warp copies whole ones");
+
 // The work of a warp that copies: the records of its share of each row, a stage after the other. A row has a block at
-// least, which may be empty; `shared.is_last` of a block's first stage says whether it is its row's last. A lane knows
-// where KNOWN of a block's records lie; `start(stage, record, is_first, slot)` starts to copy one of them.
+// least, which may be empty; `shared.is_last` of a block's first stage says whether it is its row's last.
+// `start(stage, record, is_first, slot)` starts a lane's part in the copy of a record.
 template <typename Memory, typename Start>
 DEVICE void copy_rows(Memory& shared, const Scope& first, const Scope& second, int rows, int copier, int lane, Start start) {
     auto counts = [&](const Entries& own, int block, int slot) -> bool {
         return (u32)slot < (u32)(own.is_first(block) ? first.num_slots : second.num_slots);
     };
-    // The slots of a row's first block and of its last, which is empty if entries are missing.
-    auto start_row = [&](const Entries& own, int (&slots)[KNOWN], int (&final)[KEYS / 32]) {
-#pragma unroll
-        for (int k = 0; k < KNOWN; ++k) slots[k] = own.slot(own.begin, known_record(copier, lane, k));
+    // Of a block, one a lane.
+    auto slot_of = [&](const Entries& own, int block) { return own.slot(block, record_of(copier, lane % COPIES)); };
+    // Of a row's last block, which is empty if entries are missing.
+    auto read_final = [&](const Entries& own, int (&final)[KEYS / 32]) {
 #pragma unroll
         for (int k = 0; k < KEYS / 32; ++k) final[k] = own.begin < own.end ? own.slot(own.end - 1, k * 32 + lane) : -1;
     };
@@ -73,32 +81,35 @@ DEVICE void copy_rows(Memory& shared, const Scope& first, const Scope& second, i
         return last + 1;
     };
 
-    int slots[KNOWN], final[KEYS / 32];
     Entries own(first, second, blockIdx.x);
-    start_row(own, slots, final);
+    int slot = slot_of(own, own.begin), final[KEYS / 32];
+    read_final(own, final);
     Turn turn;
     for (int row = blockIdx.x; row < rows; row += gridDim.x) {
         int end = end_of(own, final);
         bool is_last = false;
         for (int block = own.begin; !is_last; ++block, ++turn.step) {
             is_last = block + 1 >= end;
-            Entries following = own;
-            int ahead[KNOWN];
-            // Read before they are needed: the slots of what comes next.
+            // Read before it is needed: what comes next.
+            bool is_first = own.is_first(block);
+            int ahead = -1;
             if (!is_last) {
-#pragma unroll
-                for (int k = 0; k < KNOWN; ++k) ahead[k] = own.slot(block + 1, known_record(copier, lane, k));
+                ahead = slot_of(own, block + 1);
             } else if (row + gridDim.x < rows) {
-                following = Entries(first, second, row + gridDim.x);
-                start_row(following, ahead, final);
+                own = Entries(first, second, row + gridDim.x);
+                ahead = slot_of(own, own.begin);
+                read_final(own, final);
             }
-#pragma unroll
+#pragma unroll 1
             for (int unit = 0; unit < UNITS; ++unit) {
                 u32 stage = turn.stage(unit), round = turn.round(unit);
                 if (round) barrier_wait(shared_address(&shared.empty[stage]), round - 1 & 1);
-#pragma unroll
-                for (int k = unit * KNOWN / UNITS; k < (unit + 1) * KNOWN / UNITS; ++k)
-                    start(stage, known_record(copier, lane, k), own.is_first(block), slots[k]);
+                // Not unrolled: what the other warps do hardly fits the cache of instructions beside it.
+#pragma unroll 1
+                for (int k = 0; k < OWN_RECORDS; k += AT_ONCE) {
+                    int known = unit * OWN_RECORDS + k + lane / (32 / AT_ONCE);
+                    start(stage, record_of(copier, known), is_first, __shfl_sync(~0u, slot, known));
+                }
                 if (unit == 0 && copier == 0 && lane == 0) shared.is_last[stage] = is_last;
                 // The stage is full when the copies of all threads are there, and what a warp has written itself.
                 u32 full = shared_address(&shared.full[stage]);
@@ -106,9 +117,7 @@ DEVICE void copy_rows(Memory& shared, const Scope& first, const Scope& second, i
                 __syncwarp();
                 if (lane == 0) barrier_arrive(full);
             }
-            own = following;
-#pragma unroll
-            for (int k = 0; k < KNOWN; ++k) slots[k] = ahead[k];
+            slot = ahead;
         }
     }
     wait_for_copies();  // a thread that copies stays until its copies are there
