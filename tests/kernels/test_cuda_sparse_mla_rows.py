@@ -68,18 +68,13 @@ def test_variants_of_other_gpus(sm, heads, blocks):
     assert [one.heads for one in sparse_mla_rows.possible_variants(heads, facts)] == blocks
 
 
-@pytest.mark.parametrize(("sm", "two"), [(80, True), (86, False), (87, True), (89, False), (120, False)])
-def test_teams_take_16_heads_where_two_blocks_share_a_multiprocessor(sm, two):
+@pytest.mark.parametrize(("sm", "stages"), [(80, 8), (86, 5), (87, 8), (89, 5), (120, 5)])
+@pytest.mark.parametrize("heads", [8, 16])
+def test_rows_in_turn_have_as_many_stages_as_fit(sm, heads, stages):
     facts = DeviceFacts(sms=100, architecture=sm, shared_memory=shared_memory_per_block(sm))
-    (variant,) = (one for one in sparse_mla_rows.possible_variants(16, facts) if one.heads == 16)
-    assert (variant.teams == 2) == two
-    if two:
-        assert 2 * (variant.shared_bytes + 1024) <= facts.shared_memory + 1024
-
-
-@pytest.mark.parametrize("variant", sparse_mla_rows.PORTABLE_VARIANTS, ids=str)
-def test_portable_blocks_fit_into_99_kib(variant):
-    assert variant.shared_bytes <= shared_memory_per_block(86) == 99 * 1024
+    (variant,) = (one for one in sparse_mla_rows.possible_variants(16, facts) if one.heads == heads)
+    assert (variant.in_turn, variant.stages) == (True, stages)
+    assert variant.shared_bytes <= facts.shared_memory
 
 
 def test_warps_in_teams_take_heads_of_their_own():
@@ -87,12 +82,13 @@ def test_warps_in_teams_take_heads_of_their_own():
     variant = sparse_mla_rows.RowsVariant(tiles=4, keys=16, blocks=1, stages=4, teams=2)
     assert variant.heads == 64
     assert variant.definitions == {
-        "NT": 4, "MIN_BLOCKS": 1, "KEYS": 16, "STAGES": 4, "PRODUCERS": 0, "TEAMS": 2
+        "NT": 4, "MIN_BLOCKS": 1, "KEYS": 16, "STAGES": 4, "PRODUCERS": 0, "IN_TURN": 0, "TEAMS": 2, "SUMS": 4
     }  # fmt: skip
 
 
 def test_the_host_and_the_source_agree_on_constants():
-    source = (Path(sparse_mla.__file__).parent / sparse_mla_rows.SOURCE).read_text()
+    source = (Path(sparse_mla.__file__).parent / "sparse_mla_rows_steps.cuh").read_text()
     constants = {"COPIED": sparse_mla_rows.ROW_BYTES, "ROW": sparse_mla_rows.ROW_STRIDE}
     for name, value in constants.items():
         assert int(re.search(rf" {name} = (\d+);", source)[1]) == value
+    assert f" UNIT = IN_TURN ? {sparse_mla_rows.UNIT} : KEYS;" in source

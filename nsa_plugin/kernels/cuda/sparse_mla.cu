@@ -1,6 +1,6 @@
 // Sparse MLA over a paged fp8 cache for few query heads: for SM90, and from SM80 on without bulk copies and clusters.
 //
-// A block of 8 warps attends one query token with a group of up to 8 * NT heads, 64 or 32 keys at a time.
+// A block of 8 warps attends one query token, or several in turn, with a group of up to 8 * NT heads, 64 or 32 keys at a time.
 // Keys are the rows of the matrix products and heads their columns (mma.m16n8k16), so that 8 heads are a
 // full tile and no head is padded beyond a multiple of 8. The cache's records are copied to shared memory
 // as they are, on SM90 by bulk copies; their fp8 codes become float16 in registers, exactly, on the way into the
@@ -120,6 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
             note_members(stage, known[k], record);
             start_copies(shared, stage, copier, record, lane, place_of(block, known[k], record));
         }
+        if (!HOPPER && !COPY_BETWEEN) finish_copies<WRITES>(shared_address(&shared.full[stage]), lane);
     };
     auto slots_of = [&](int (&known)[KNOWN], int block, auto slot_of) {
 #pragma unroll
@@ -158,7 +159,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
             copy(block, next);
             slots_of(next, block + 1, slot_of);
         }
+#if HOPPER
         if (is_cluster) cluster_meet(), cluster_part();
+#else
+        wait_for_copies();  // a thread that copies stays until its copies are there
+#endif
         return;
     }
     find_largest(shared, raw, part, lane);
@@ -166,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #endif
     Query query;
     keep_query(shared, query, raw, part, scale_log2, lane);
-    if (!HOPPER) wait_for_copies();
+    if (COPY_BETWEEN) wait_for_copies();
     meet();
     float o[VALUE_TILES][NT][4] = {};
     State state;
@@ -177,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         int step = block - begin, stage = (u32)step % STAGES;
         // With many heads, addresses are made anew in every step: registers do not suffice to keep them.
         if constexpr (!HOPPER && NT > 2) asm volatile("" : "+r"(lane), "+r"(warp));
-        if (HOPPER) barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);
+        if (!COPY_BETWEEN) barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);
         multiply_queries(shared, stage, query, part, lane);
         // S is there, and nobody reads P or the stage before any more.
         meet();
@@ -189,9 +194,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         u32 factors;
         float reference_change;
         bool changed = exponentiate(shared, stage, state, warp, lane, factors, reference_change);
-        if (!HOPPER) wait_for_copies();  // those of the next block: all warps know it after they have met
+        if (COPY_BETWEEN) wait_for_copies();  // those of the next block: all warps know it after they have met
         changed = meet_or(changed);           // P is there, and nobody reads S any more
-#if HOPPER
+#if HOPPER || PRODUCERS
         auto between = [](int) {};
 #else
         int filled = (u32)(step + STAGES - 1) % STAGES, record = known_record(copier, lane, 0);
@@ -226,4 +231,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
                max_logits, warp, lane);
 #endif
 }
-#endif  // of those that do not take rows in turn
+#endif  // of one row a block

@@ -22,8 +22,11 @@ constexpr int TOGETHER = (HEAD_PARTS > 1 && HELD == 8) || SUMS < VALUE_PARTS ? 1
 constexpr int QUERY_TILES = NT / HEAD_PARTS;  // tiles of 8 heads a warp, in the first product
 static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES * WARPS / 2 < 14), "barriers are few");
 static_assert(NT % HEAD_PARTS == 0, "warps take whole tiles");
-// On a stage's barrier, by a filling: a warp and what it copies in bulk, or its threads, each with its copies, and the warp.
-constexpr int ARRIVALS = HOPPER ? COPIERS + (LAYOUT == 0 ? 0 : KEYS) : 33 * COPIERS;
+// Whether warps that multiply copy, too, piece by piece in between, without a barrier for each stage: see sparse_mla_copies.cuh.
+constexpr bool COPY_BETWEEN = !HOPPER && !PRODUCERS;
+constexpr bool WRITES = LAYOUT == 1 || GROUP > 1 || IN_TURN;  // whether a copying warp writes to shared memory, too
+// On a stage's barrier, by a filling.
+constexpr int ARRIVALS = HOPPER ? COPIERS + (LAYOUT == 0 ? 0 : KEYS) : 32 * COPIERS + (WRITES ? COPIERS : 0);
 constexpr int STEPS = 32 / VALUE_PARTS;  // steps of 16 values that a warp multiplies with the query
 #if LAYOUT == 0
 constexpr int SCALED = 8;        // steps that share a scale
@@ -75,7 +78,7 @@ struct Shared {
     u64 empty[STAGES];                // and nobody reads them any more
 #endif
 #if IN_TURN
-    int is_last[STAGES];              // whether the query row has no more
+    int kind[STAGES];                 // of a block of keys: see sparse_mla_turns.cuh
 #endif
     int last[WARPS];                  // blocks that a warp found entries in
 };

@@ -73,7 +73,7 @@ DEVICE bool knows_first(int lane) { return lane % KNOWERS == 0; }
 constexpr int LINE = 16 * KNOWERS;
 constexpr int PIECES = (LINE - 16 + COPIED + LINE - 1) / LINE;  // that a lane copies of a record: of each of its lines one
 constexpr int PARTS = KEYS / 16 * VALUE_TILES / 2;       // of a block's second product: see `multiply_values`
-static_assert(PRODUCERS || (KNOWN == 1 && STAGES == 3 && PIECES <= 2 * PARTS), "two pieces of a record in each part");
+static_assert(!COPY_BETWEEN || (KNOWN == 1 && STAGES == 3 && PIECES <= 2 * PARTS), "two pieces of a record in each part");
 
 // A lane's pieces of a record, 16 bytes of each line of 128 bytes that the record lies in. Eight lanes that copied from two
 // lines at once would take the L1 cache twice as long.

@@ -118,6 +118,16 @@ DEVICE void copy_in_bulk(Memory& shared, int stage, int copier, u32 full) {
 }
 #endif
 
+// By a thread of a warp that copies, without bulk copies: the stage is full when the copies of all threads are there, and
+// what the warp has written itself if it WRITES.
+template <bool WRITES = true>
+DEVICE void finish_copies(u32 full, int lane) {
+    arrive_with_copies(full);
+    if (!WRITES) return;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(full);
+}
+
 // The last block that has entries, among those that this warp reads of a row's, where `counts(block, i)` says whether entry
 // i of a block does. So many warps, `WARPS_READING`, find the last of all of them.
 template <int WARPS_READING, typename Counts>

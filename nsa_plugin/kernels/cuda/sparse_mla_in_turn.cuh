@@ -56,11 +56,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         State state;
         state.start();
         state.reference = LAYOUT == 0 ? -100 : -127;
-        bool is_last = false;
+        // A query that is not finite would make S of zeros NaN.
+        barrier_wait(shared_address(&shared.full[turn.stage(0)]), turn.round(0) & 1);
+        bool is_empty = shared.kind[turn.stage(0)] == EMPTY, is_last = is_empty;
+        if (is_empty) {
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared_address(&shared.empty[turn.stage(0)]));
+            ++turn.step;
+        }
         for (; !is_last; ++turn.step) {
             u32 stage = turn.stage(0);
             barrier_wait(shared_address(&shared.full[stage]), turn.round(0) & 1);
-            is_last = shared.is_last[stage];
+            is_last = shared.kind[stage] == LAST;
             multiply_queries(shared, stage, query, part, lane);
             meet();  // S is there, and nobody reads P any more
             u32 factors;

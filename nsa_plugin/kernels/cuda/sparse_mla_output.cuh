@@ -58,12 +58,12 @@ DEVICE void write_output(const float* alpha, float factor, float rest, bool apar
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             int column = n * 8 + 2 * t + i, query = query_of(n * 8), head = head_of(n * 8) + 2 * t + i;
-            float weight = alpha[column];
+            float weight = alpha[column] * factor;
             bool is_given = query < own.rows && head < own.heads;
 #pragma unroll
             for (int m = 0; m < VALUE_TILES; ++m) {
-                float lower = weight != 0.f ? o[m][n][i] * weight * factor * rest : 0.f;
-                float upper = weight != 0.f ? o[m][n][i + 2] * weight * factor * rest : 0.f;
+                float lower = weight != 0.f ? o[m][n][i] * weight * rest : 0.f;
+                float upper = weight != 0.f ? o[m][n][i + 2] * weight * rest : 0.f;
                 int value = member * (16 * VALUE_TILES) + m * 16 + 2 * g;
                 if (apart) {
                     // Of rows g and g + 1, g even, one lane takes both lower values and the other both upper ones.

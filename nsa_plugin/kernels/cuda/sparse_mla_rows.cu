@@ -1,8 +1,8 @@
 // Sparse MLA over paged bfloat16 rows of 576 values for few query heads: for SM90, and from SM80 on without bulk copies
 // and clusters.
 //
-// As sparse_mla.cu, whose comments hold here too: a block of 8 warps attends one query token with a group of up to
-// 8 * NT heads, KEYS keys at a time, keys as rows of the matrix products (mma.m16n8k16) and heads as columns. There is
+// As sparse_mla.cu, whose comments hold here too: a block of 8 warps attends a query token, or several in turn, with a group
+// of up to 8 * NT heads, KEYS keys at a time, keys as rows of the matrix products (mma.m16n8k16) and heads as columns. There is
 // nothing to convert: rows are copied to shared memory as they are and read from there by the tensor cores' loads.
 //
 //   S = K Q^T     warp (quarter, half): a quarter of the row's values, half of the keys. Quarters add up in shared memory.
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     };
     auto counts = [&](int slot) -> bool { return (u32)slot < (u32)scope.num_slots; };
     bool multiplies = !PRODUCERS || warp < WARPS, copies = !PRODUCERS || !multiplies;
-    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = copier * COPIES + known_row(lane);
+    int copier = PRODUCERS ? warp & PRODUCERS - 1 : warp, i = known_record(copier, lane, 0);
     auto copy = [&](int block, int stage, int slot) {
         bool valid = counts(slot);
         start_copies(shared, stage, copier, i, lane, valid ? find_row(scope, slot) : shared.nothing[i], valid);
@@ -167,4 +167,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
                warp, lane);
 #endif
 }
-#endif  // of those that do not take rows in turn
+#endif  // of one row a block

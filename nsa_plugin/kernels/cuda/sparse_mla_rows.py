@@ -30,7 +30,6 @@ from nsa_plugin.kernels.cuda.sparse_mla_launch import (
 from nsa_plugin.kernels.sparse_mla import Scope, SparseMlaCall, SparseMlaResult
 from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.layouts import BF16
-from nsa_plugin.libraries.architectures import resident_blocks
 
 SOURCE = "sparse_mla_rows.cu"
 DIM = 576
@@ -80,29 +79,24 @@ class RowsVariant(FewHeadsVariant):
 
 VARIANTS = tuple(RowsVariant(tiles=tiles, blocks=1, producers=4, eager=True) for tiles in (1, 2, 4))
 PORTABLE_VARIANTS = (
+    RowsVariant(tiles=1, keys=32, blocks=1, stages=8, producers=2, in_turn=True),
     RowsVariant(tiles=1, keys=32, blocks=1, stages=5, producers=2, in_turn=True),
+    RowsVariant(tiles=2, keys=32, blocks=1, stages=8, producers=2, in_turn=True),
     RowsVariant(tiles=2, keys=32, blocks=1, stages=5, producers=2, in_turn=True, sums=2),
     RowsVariant(tiles=4, keys=32, blocks=1),
     RowsVariant(tiles=4, keys=16, blocks=1, stages=4, teams=2),
 )
-"""For other GPUs than SM90: what 99 KiB of shared memory suffice for, one block an SM."""
-ROOMY_VARIANTS = (
-    RowsVariant(tiles=1, keys=32, blocks=1),
-    RowsVariant(tiles=1, keys=16, blocks=1, stages=4, teams=2),
-    *PORTABLE_VARIANTS[2:],
-)
-"""For SM80 and SM87, whose SMs hold two of these blocks. With one block an SM, teams were slower for 16 heads."""
+"""For other GPUs than SM90, one block an SM. Eight stages need more shared memory than the 99 KiB of SM86."""
 
 
 @functools.cache
 def possible_variants(heads: int, facts: DeviceFacts) -> Mapping[RowsVariant, int]:
     """Those that calls with this many query heads may use on a device, in ascending order of their heads;
     and the shared memory of a block in bytes."""
-    roomy = resident_blocks(ROOMY_VARIANTS[1].shared_bytes, facts.shared_memory) > 1
-    portable = ROOMY_VARIANTS if roomy else PORTABLE_VARIANTS
-    known = VARIANTS if facts.architecture == HOPPER else portable
-    usable = [one for one in known if one.shared_bytes <= facts.shared_memory]
-    return {one: one.shared_bytes for one in up_to(heads, usable)}
+    known = VARIANTS if facts.architecture == HOPPER else PORTABLE_VARIANTS
+    # Of those with the same heads the first that fits.
+    fitting = {one.heads: one for one in reversed(known) if one.shared_bytes <= facts.shared_memory}
+    return {one: one.shared_bytes for one in up_to(heads, [*reversed(fitting.values())])}
 
 
 def attend(call: SparseMlaCall, *, splits: int | None = None, variant: RowsVariant | None = None) -> SparseMlaResult:

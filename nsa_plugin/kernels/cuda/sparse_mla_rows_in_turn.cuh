@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
 #pragma unroll
             for (int unit = 0; unit < UNITS; ++unit)
                 barrier_wait(shared_address(&shared.full[turn.stage(unit)]), turn.round(unit) & 1);
-            is_last = shared.is_last[stage];
+            is_last = shared.kind[stage] != GOES_ON;
             multiply_queries(shared, team, stage, query, quarter, part, lane);
             meet();  // S is there, and nobody reads P any more
             bool changed = exponentiate(shared, team, stage, state, scale_log2, warp, lane);

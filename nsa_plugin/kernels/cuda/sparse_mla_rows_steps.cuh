@@ -33,7 +33,7 @@ struct Shared {
     u64 empty[STAGES];                    // nobody reads them any more: see EMPTIES
     int last[WARPS];                      // blocks that a warp found entries in
 #if IN_TURN
-    int is_last[STAGES];                  // whether the query row has no more
+    int kind[STAGES];                     // of a block of keys: see sparse_mla_turns.cuh
 #endif
     u8 valid[STAGES][UNIT];
 };
@@ -48,11 +48,16 @@ DEVICE const u8* find_row(const Scope& scope, int slot) {
     return find_record(scope, slot, COPIED);
 }
 
-// Of the rows that a warp copies, the one whose address a lane knows: on SM90 the first lanes know one each, elsewhere
-// neighbours the same.
-constexpr int KNOWERS = IN_TURN ? 8 : 32 / COPIES;
-DEVICE int known_row(int lane) { return HOPPER ? lane % COPIES : lane / KNOWERS; }
-static_assert(HOPPER || KNOWERS >= 8, "copies of a row are of 128 bytes or more");
+// Of the rows that a warp copies to a stage, those whose address a lane knows: on SM90 the first lanes know one each,
+// elsewhere neighbours the same.
+constexpr int KNOWERS = 32 / COPIES > 8 ? 32 / COPIES : 8;
+constexpr int KNOWN = HOPPER ? 1 : COPIES * KNOWERS / 32;
+DEVICE int known_record(int copier, int lane, int k) {
+    if (HOPPER) return copier * COPIES + lane % COPIES;
+    int unit = k * UNITS / KNOWN, own = k % (KNOWN / UNITS);
+    return unit * UNIT + copier * (COPIES / UNITS) + own * (32 / KNOWERS) + lane / KNOWERS;
+}
+static_assert(KNOWN >= UNITS, "a warp copies to every stage");
 
 #if !HOPPER
 // A row to a stage by the lanes that know its address, 16 bytes a lane at a time: nothing is read from shared memory behind

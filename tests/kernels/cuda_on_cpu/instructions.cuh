@@ -130,7 +130,7 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         if (barrier_at(barrier).phase != parity) return true;
         std::vector<Arrival> others;
         for (Arrival& one : arrivals) {
-            if (one.barrier != barrier) {
+            if (one.barrier != barrier || barrier_at(barrier).phase != parity) {
                 others.push_back(std::move(one));
                 continue;
             }

@@ -61,13 +61,20 @@ struct Turns {
     bool run(int count, const std::function<void()>& given) {
         body = &given;
         for (int i = 0; i < count; ++i) threads[i].started = threads[i].ended = false;
-        for (int left = count, idle = 0; left;) {
+        // A warp is kept back until the others wait for it, or for long, and then another: who is first is not relied on.
+        int slow = count > 32 ? random % (count / 32) : -1;
+        for (int left = count, idle = 0, rounds = 1; left; ++rounds) {
+            if (slow >= 0 && (idle >= count - 32 || rounds % 256 == 0)) slow = (slow + 1) % (count / 32);
             // In another order each time, so that none of them is relied on.
             unsigned start = random = random * 1664525u + 1013904223u, step = random >> 16 & 1 ? 1 : count - 1;
             for (int turn = 0; turn < count; ++turn) {
                 int i = (start % count + turn * step) % count;
                 Thread& one = threads[i];
                 if (one.ended) continue;
+                if (i / 32 == slow) {
+                    ++idle;
+                    continue;
+                }
                 current = i, threadIdx = {(unsigned)i, 0, 0}, moved = false;
                 if (!_setjmp(main)) {
                     if (one.started) _longjmp(one.left, 1);
