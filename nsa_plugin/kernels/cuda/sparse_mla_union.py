@@ -47,8 +47,8 @@ class UnionVariant(Variant):
     """A compiled form of the kernel that attends unions.
 
     Attributes:
-        least_shared: of 100 entries, those that a token has to share with the one before it for unions to be faster. A
-            line through the recorded times of unions crosses those of tokens alone at a little less.
+        least_shared: of 100 entries, those that a token has to share with the one before it for unions to be faster: where a
+            line through the recorded times of unions crosses those of tokens alone.
     """
 
     least_shared: int
@@ -59,11 +59,11 @@ HOPPER_VARIANTS = (UnionVariant(tiles=2, blocks=2, held=4, group=2, least_shared
 Unions of four were slower with any overlap: 899 us where two took 768, at 95% (record
 `docs/benchmarks/h200/sparse-mla-prefill`)."""
 PORTABLE_VARIANTS = (
-    UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=4, least_shared=77),
-    UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=2, least_shared=75),
+    UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=4, least_shared=82),
+    UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=2, least_shared=81),
 )
-"""For other GPUs: what 99 KiB of shared memory suffice for, one block an SM. With 32 heads unions would be faster only
-where more than 92% are shared (record `docs/benchmarks/h100/portable-sparse-mla-prefill`)."""
+"""For other GPUs: what 99 KiB of shared memory suffice for, one block an SM. With 8 heads the lines cross at 76% (8,192
+tokens of context) and 85% (65,536), with 16 at 81%. With 32 heads unions were slower where 95% are shared."""
 
 
 def variant_for(heads: int, facts: DeviceFacts) -> UnionVariant:
