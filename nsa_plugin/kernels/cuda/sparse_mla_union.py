@@ -47,8 +47,8 @@ class UnionVariant(Variant):
     """A compiled form of the kernel that attends unions.
 
     Attributes:
-        least_shared: of 100 entries, those that a token has to share with the one before it for unions to be faster: where a
-            line through the recorded times of unions crosses those of tokens alone.
+        least_shared: of 100 entries, those that a token has to share with the one before it for unions to be faster:
+            where a line through the recorded times of unions crosses those of tokens alone.
     """
 
     least_shared: int

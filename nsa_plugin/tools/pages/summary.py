@@ -228,8 +228,9 @@ def clear(row: Row) -> bool:
 
 def _server(record: Row, case: Row) -> str:
     served = heads(case["heads"], record["host"]["gpus"])
+    cache = ", bf16 cache" if case.get("kv") == "bf16" else ""
     asked = ", token_shard=on" if reshards_if_asked(record) else ""
-    return f"{engine_name(record)}, {model_family(record)}, {served}{asked}{on_gpu(record)}"
+    return f"{engine_name(record)}, {model_family(record)}, {served}{cache}{asked}{on_gpu(record)}"
 
 
 def reshards_if_asked(record: Row) -> bool:
