@@ -152,7 +152,7 @@ def test_every_generated_part_and_page_is_up_to_date() -> None:
 
 
 def test_the_performance_summary_stays_short_and_every_record_has_a_page() -> None:
-    assert len(docs.SUMMARY.read_text().splitlines()) <= 150
+    assert len(docs.SUMMARY.read_text().splitlines()) <= 160
     for record in docs.RECORDS.glob("h*/*.json"):
         assert record.with_suffix(".md").is_file()
 
