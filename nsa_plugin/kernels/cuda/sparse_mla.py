@@ -95,7 +95,7 @@ PORTABLE_VARIANTS = (
     Variant(tiles=8, blocks=1, held=3, keys=32, stages=3, head_parts=2),
     Variant(tiles=8, blocks=1, held=8, keys=32, stages=3, head_parts=2, sums=2),
 )
-"""For other GPUs than SM90, one block an SM: the fastest of those tried on an H100. With 16 heads rows in turn were 5%
+"""For other GPUs than SM90, one block an SM: the fastest of those tried on an H100. With 16 heads rows in turn were
 slower. The last but one needs more shared memory than the 99 KiB of SM86."""
 
 

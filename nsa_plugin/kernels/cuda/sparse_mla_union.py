@@ -62,8 +62,9 @@ PORTABLE_VARIANTS = (
     UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=4, least_shared=82),
     UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=2, least_shared=81),
 )
-"""For other GPUs: what 99 KiB of shared memory suffice for, one block an SM. With 8 heads the lines cross at 76% (8,192
-tokens of context) and 85% (65,536), with 16 at 81%. With 32 heads unions were slower where 95% are shared."""
+"""For other GPUs: what 99 KiB of shared memory suffice for, one block an SM. With 8 heads the lines cross at 75% (8,192
+tokens of context) and 85% (65,536), with 16 at 80%; with 32 heads unions are slower where 95% are shared (record
+`docs/benchmarks/h100/portable-sparse-mla-prefill`)."""
 
 
 def variant_for(heads: int, facts: DeviceFacts) -> UnionVariant:
