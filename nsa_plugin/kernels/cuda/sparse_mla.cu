@@ -79,8 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     // takes less time to find them anew.
     constexpr bool HOLDS_INDICES = HOPPER || HAS_EXTRA;
     if (HOLDS_INDICES && threadIdx.x == 0) shared.indices[0] = given(false), shared.indices[1] = given(true);
-    // Not all the same: many copies of a single record wait for each other.
-    if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
+    name_nothings<COPIED>(shared, zeros);
     if (!PRODUCERS) __syncthreads();
 
     // Slots are in order of their blocks: first those of the first cache, then those of the second.

@@ -98,6 +98,13 @@ DEVICE void init_barriers(Memory& shared, int arrivals) {
     }
 }
 
+// What is copied for entries that do not count, a record of `zeros` for each of a block's: not all the same, because many
+// copies of a single one wait for each other.
+template <int COPIED, typename Memory>
+DEVICE void name_nothings(Memory& shared, const u8* zeros) {
+    if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
+}
+
 #if HOPPER
 // The records of a copier, whose addresses `shared.from` has, to a stage. A bulk copy takes its address from uniform
 // registers: one lane that starts them all keeps these in flight, where lanes that start one each go through a loop.

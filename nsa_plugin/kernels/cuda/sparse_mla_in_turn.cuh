@@ -25,8 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     // In ways that the compiler cannot repeat: see sparse_mla.cu.
     int warp = __reduce_max_sync(~0u, threadIdx.x >> 5), lane = __shfl_sync(~0u, threadIdx.x, threadIdx.x) & 31;
     init_barriers(shared, ARRIVALS);
-    // Not all the same: many copies of a single record wait for each other.
-    if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
+    name_nothings<COPIED>(shared, zeros);
     __syncthreads();
     if (warp >= WARPS) {
         copy_rows(shared, first, second, rows, warp - WARPS, lane, [&](int stage, int record, bool is_first, int slot) {
@@ -83,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         own.first_row += gridDim.x;
         if (own.first_row < rows) read_own_query();
         meet();
-        finish_heads(shared.alpha, own_shares(shared), state, finished, results, sink, warp, lane);
+        finish_heads(shared.alpha, nullptr, state, finished, results, sink, warp, lane);
         meet();
         write_output(shared, state, o, finished, results, warp, lane);
     }

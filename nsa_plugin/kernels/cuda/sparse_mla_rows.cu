@@ -71,8 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
         read_query(query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, quarter, lane);
     };
     if (!PRODUCERS) read();
-    // Not all the same: many copies of a single row wait for each other.
-    if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
+    name_nothings<COPIED>(shared, zeros);
     if (!__syncthreads_or(counts(final)) && begin + 1 < end)
         end = end_of_entries(begin, end, shared.last, multiplies, warp, lane,
                              [&](int block, int entry) { return counts(slot_of(block, entry)); });

@@ -15,8 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     // In ways that the compiler cannot repeat: see sparse_mla.cu.
     int warp = __reduce_max_sync(~0u, threadIdx.x >> 5), lane = __shfl_sync(~0u, threadIdx.x, threadIdx.x) & 31;
     init_barriers(shared, ARRIVALS);
-    // Not all the same: many copies of a single row wait for each other.
-    if (threadIdx.x < KEYS) shared.nothing[threadIdx.x] = zeros + (blockIdx.x * KEYS + threadIdx.x) % NOTHINGS * COPIED;
+    name_nothings<COPIED>(shared, zeros);
     __syncthreads();
     if (warp >= WARPS) {
         copy_rows(shared, scope, scope, rows, warp - WARPS, lane, [&](int stage, int record, bool, int slot) {
