@@ -222,6 +222,7 @@ def _facts(args: argparse.Namespace, engine: ServedEngine, cases: Sequence[str])
     heads = config["num_attention_heads"] // facts["attention_tp"]
     kind = str(config.get("model_type", "model")).removeprefix("deepseek_").replace("glm_moe_dsa", "glm5")
     variant = ["full-width"] if args.full_width else []
+    variant += [f"{args.quantization}-weights"] if args.quantization else []
     variant += [f"{name}{facts[name]}" for name in ("tp", "dp") if facts[name] > 1]
     variant += facts["variant"]
     context = max(args.stock_fails_at or (args.context,))
@@ -268,6 +269,8 @@ def _config(args: argparse.Namespace) -> dict[str, Any]:
             raise CompareError("--family is for checkpoints made here; --model has its own")
         if args.full_width:
             raise CompareError("--full-width is for checkpoints made here; --model has its own widths")
+        if args.quantization:
+            raise CompareError("--quantization is for checkpoints made here; --model has its own weights")
         path = args.model / "config.json"
         try:
             config = json.loads(path.read_text())
@@ -302,4 +305,11 @@ def _check_lengths(args: argparse.Namespace, cases: Sequence[str], config: dict[
 
 
 def _spec(args: argparse.Namespace) -> model.Spec:
-    return model.spec_of(args.family or V32, args.heads, args.layers, mtp=args.mtp, full_width=args.full_width)
+    return model.spec_of(
+        args.family or V32,
+        args.heads,
+        args.layers,
+        mtp=args.mtp,
+        full_width=args.full_width,
+        quantization=args.quantization,
+    )

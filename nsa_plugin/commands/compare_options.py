@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nsa_plugin.commands.arguments import option, positive, positives, seconds, switch
+from nsa_plugin.tools.checkpoints.v32 import QUANTIZATIONS
 from nsa_plugin.tools.compare.load import SPEED_CASES, USUAL_OUTPUT
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK
 from nsa_plugin.tools.compare.model import SPEC, SPEC_GLM, SPEC_V4
@@ -28,6 +29,7 @@ MEASURING = (
         "--family",
         "--layers",
         "--full-width",
+        "--quantization",
         "--mtp",
         "--context",
         "--runs",
@@ -109,6 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(model, "--layers N", _layers, layers)
     width = "use the model's widths outside attention too, so that attention's share of a prefill is realistic"
     switch(model, "--full-width", f"{width} (v4 has them)")
+    stored = "store the linear layers in fp8, as published, or the routed experts in INT4 (all in bf16; v4 in fp8)"
+    model.add_argument("--quantization", choices=QUANTIZATIONS, help=stored)
     switch(model, "--mtp", "add a multi-token prediction layer for speculative decoding")
     option(model, "--context TOKENS", positive, f"longest prompt ({USUAL_CONTEXT})")
 

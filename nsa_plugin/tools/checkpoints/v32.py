@@ -4,11 +4,13 @@ It has every part of the real architecture at a size that a CPU can serve: MLA w
 (512 + 64), the lightning indexer with 32 heads of 128, a dense first layer followed by mixture-of-experts layers with
 grouped sigmoid routing, and YaRN. Tensor names, shapes and config keys are those of the published checkpoints
 (deepseek-ai/DeepSeek-V3.2, zai-org/GLM-5). GLM-5 has the same tensors; its indexer rotates neighbours as MLA does, its
-RoPE is plain, and later layers may reuse the selection of an earlier one (IndexShare).
+RoPE is plain, and later layers may reuse the selection of an earlier one (IndexShare). Weights may be stored in fp8 as
+the published ones are, or the routed experts in INT4.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +25,21 @@ from nsa_plugin.tools.checkpoints.common import (
     write_files,
     yarn,
 )
+from nsa_plugin.tools.checkpoints.quantized import (
+    FP8,
+    FP8_CONFIG,
+    GROUP,
+    INT4,
+    INT4_EXPERTS_CONFIG,
+    fp8_blocks,
+    int4_groups,
+)
 
 if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "bfloat16")
+QUANTIZATIONS = (FP8, INT4)
 # Share of a layer's latent projections that it has in common with the layer whose selection it reuses: training shares
 # a selection between layers that attend alike, so that what was selected has the weight.
 SHARED_SELECTION = 0.98
@@ -58,6 +70,8 @@ class CheckpointSpec:
     Attributes:
         seed: of the weights; the same spec gives the same bytes on every machine.
         dtype: of the stored weights, "float32" or "bfloat16".
+        quantization: "fp8" for the linear layers of attention, its indexer and the experts, "int4" for the routed
+            experts, see `quantized`; empty: all are stored in `dtype`.
         sparse: with the indexer (DeepseekV32ForCausalLM), or the same model without it (DeepseekV3ForCausalLM).
         glm: GLM-5's architecture and config keys (GlmMoeDsaForCausalLM).
         index_topk_pattern: a letter for each layer, "F" for its own selection and "S" for the previous one's; empty:
@@ -71,6 +85,7 @@ class CheckpointSpec:
 
     seed: int = 0
     dtype: str = "bfloat16"
+    quantization: str = ""
     sparse: bool = True
     glm: bool = False
     index_topk_pattern: str = ""
@@ -105,6 +120,13 @@ class CheckpointSpec:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
+        if self.quantization and self.quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization is {self.quantization!r}; allowed: {', '.join(QUANTIZATIONS)}, or none")
+        if self.quantization == INT4 and (self.hidden_size % GROUP or self.moe_intermediate_size % GROUP):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} and moe_intermediate_size {self.moe_intermediate_size} must be "
+                f"multiples of the {GROUP} values that share an INT4 scale"
+            )
         if self.n_routed_experts % self.n_group or self.n_routed_experts // self.n_group < 2:
             raise ValueError(
                 f"n_routed_experts {self.n_routed_experts} must be n_group {self.n_group} groups of at least 2: "
@@ -132,7 +154,7 @@ class CheckpointSpec:
 
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
-        left_out = ["dtype", "sparse", "glm", "rope_mscale", "rope_mscale_all_dim"]
+        left_out = ["dtype", "quantization", "sparse", "glm", "rope_mscale", "rope_mscale_all_dim"]
         left_out += [] if self.sparse else ["index_topk", "index_n_heads", "index_head_dim"]
         left_out += [] if self.index_topk_pattern else ["index_topk_pattern"]
         rope: dict[str, Any]
@@ -146,6 +168,7 @@ class CheckpointSpec:
             architecture, model_type = f"Deepseek{number}ForCausalLM", f"deepseek_{number.lower()}"
             scaling = yarn(self, mscale=self.rope_mscale, mscale_all_dim=self.rope_mscale_all_dim)
             rope = {"rope_scaling": None if self.rope_factor == 1.0 else scaling}
+        stored = {FP8: FP8_CONFIG, INT4: INT4_EXPERTS_CONFIG}.get(self.quantization)
         return config_of(
             self,
             left_out,
@@ -157,6 +180,7 @@ class CheckpointSpec:
             **rope,
             ep_size=1,
             torch_dtype=self.dtype,
+            **({"quantization_config": stored} if stored else {}),
         )
 
     def selects(self, layer: int) -> int:
@@ -170,7 +194,11 @@ def write_checkpoint(directory: Path, spec: CheckpointSpec) -> Path:
 
 
 def make_weights(spec: CheckpointSpec) -> dict[str, torch.Tensor]:
-    """All tensors of the checkpoint by name, in `spec.dtype` (the router's bias is float32, as published)."""
+    """All tensors of the checkpoint by name, in `spec.dtype` (the router's bias is float32, as published).
+
+    With a quantization a linear layer X is X.weight and X.weight_scale_inv (fp8), or X.weight_packed, X.weight_scale
+    and X.weight_shape (INT4).
+    """
     import torch
 
     make = _V32Weights(spec)
@@ -180,10 +208,36 @@ def make_weights(spec: CheckpointSpec) -> dict[str, torch.Tensor]:
     if spec.num_nextn_predict_layers:
         make.nextn(spec.num_hidden_layers)
     dtype = getattr(torch, spec.dtype)
-    return {
-        name: tensor.to(torch.float32 if name.endswith("e_score_correction_bias") else dtype)
-        for name, tensor in make.tensors.items()
-    }
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in make.tensors.items():
+        if _is_quantized(name, spec.quantization):
+            stored |= _quantized(name.removesuffix(".weight"), tensor, spec.quantization)
+        else:
+            stored[name] = tensor.to(torch.float32 if name.endswith("e_score_correction_bias") else dtype)
+    return stored
+
+
+# The published fp8 checkpoints keep the embedding, the head, the router, the indexer's gates and norms as they are.
+_FP8_LINEARS = re.compile(r"(_proj|_with_mqa|\.wq_b|\.wk)\.weight$")
+_NOT_FP8 = ("weights_proj.weight", "eh_proj.weight")
+
+
+def _is_quantized(name: str, quantization: str) -> bool:
+    if quantization == FP8:
+        return _FP8_LINEARS.search(name) is not None and not name.endswith(_NOT_FP8)
+    return quantization == INT4 and ".mlp.experts." in name
+
+
+def _quantized(name: str, weight: torch.Tensor, quantization: str) -> dict[str, torch.Tensor]:
+    """A linear layer's tensors."""
+    import torch
+
+    if quantization == FP8:
+        codes, scale = fp8_blocks(weight)
+        return {f"{name}.weight": codes, f"{name}.weight_scale_inv": scale}
+    words, scale = int4_groups(weight)
+    shape = torch.tensor(weight.shape)
+    return {f"{name}.weight_packed": words, f"{name}.weight_scale": scale, f"{name}.weight_shape": shape}
 
 
 class _V32Weights(SeededWeights):

@@ -28,6 +28,7 @@ from nsa_plugin.tools.checkpoints.common import (
     write_files,
     yarn,
 )
+from nsa_plugin.tools.checkpoints.quantized import BLOCK, FP8_CONFIG, fp8_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
 
 # Tokens that a layer attends to besides its window: none, every 4 compressed to one, or every 128.
 COMPRESS_RATIOS = (0, 4, 128)
-# Rows and columns of a linear layer's weight that share a scale.
-BLOCK = 128
-_FP8_MAX = 448.0
 
 # Scores are a normal variable times the size of the keys, of the window's tokens and of compressed ones.
 _KV_NORM = 2.5
@@ -152,13 +150,7 @@ class V4CheckpointSpec:
             swiglu_limit=10.0,
             rope_scaling=yarn(self, rope_type="yarn"),
             torch_dtype="bfloat16",
-            quantization_config={
-                "quant_method": "fp8",
-                "fmt": "e4m3",
-                "activation_scheme": "dynamic",
-                "weight_block_size": [BLOCK, BLOCK],
-                "scale_fmt": "ue8m0",
-            },
+            quantization_config=FP8_CONFIG,
         )
 
 
@@ -332,16 +324,6 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _quantized(name: str, weight: torch.Tensor) -> Tensors:
-    """A linear layer in fp8.
-
-    Args:
-        weight: [rows, columns], float32; both multiples of `BLOCK`.
-    """
-    import torch
-
-    blocks = weight.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    # A power of two that leaves no element above fp8's largest: dividing by it is exact.
-    least = blocks.abs().amax((1, 3)) / _FP8_MAX
-    scale = torch.ldexp(torch.ones_like(least), torch.frexp(least).exponent)
-    codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-    return {f"{name}.weight": codes.reshape(weight.shape), f"{name}.scale": scale}
+    """A linear layer in fp8, of a float32 weight [rows, columns]."""
+    codes, scale = fp8_blocks(weight)
+    return {f"{name}.weight": codes, f"{name}.scale": scale}

@@ -77,9 +77,10 @@ _SHOWN = (
     *("architectures", "num_hidden_layers", "hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk", "index_n_heads", "index_head_dim"),
     *("n_routed_experts", "num_experts_per_tok", "num_nextn_predict_layers", "vocab_size", "torch_dtype"),
+    "quantization_config",
 )
 _SHOWN_MORE = {
-    V4: ("head_dim", "o_lora_rank", "o_groups", "sliding_window", "compress_ratios", "quantization_config"),
+    V4: ("head_dim", "o_lora_rank", "o_groups", "sliding_window", "compress_ratios"),
     GLM: ("index_topk_pattern",),
 }
 
@@ -163,13 +164,20 @@ def shown(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spec_of(
-    family: str, heads: int | None, layers: int | Sequence[int] | None, *, mtp: bool, full_width: bool = False
+    family: str,
+    heads: int | None,
+    layers: int | Sequence[int] | None,
+    *,
+    mtp: bool,
+    full_width: bool = False,
+    quantization: str | None = None,
 ) -> Spec:
     """The checkpoint to make.
 
     Args:
         heads, layers: None: as in `SPEC`, `SPEC_GLM` and `SPEC_V4`. For V4, layers may be the compress ratios.
         full_width: with `FULL_WIDTH` or `GLM_FULL_WIDTH`; not V4.
+        quantization: of `QUANTIZATIONS`; not V4, which is in fp8.
 
     Raises:
         CompareError: there is no such checkpoint.
@@ -179,6 +187,8 @@ def spec_of(
         if family == V4:
             if full_width:
                 raise CompareError(f"--full-width is not for --family {V4}, whose checkpoint has its model's widths")
+            if quantization:
+                raise CompareError(f"--quantization is not for --family {V4}, whose checkpoint is in fp8")
             ratios = compress_ratios(layers) if isinstance(layers, int) else layers or SPEC_V4.compress_ratios
             heads = heads or SPEC_V4.num_attention_heads
             return replace(
@@ -197,6 +207,7 @@ def spec_of(
             index_topk_pattern=(GLM_SHARES * count)[:count] if family == GLM else "",
             num_attention_heads=heads or spec.num_attention_heads,
             num_nextn_predict_layers=nextn,
+            quantization=quantization or "",
         )
     except ValueError as error:
         raise CompareError(f"cannot make such a checkpoint: {error}") from error
@@ -209,6 +220,7 @@ def checkpoint_name(spec: Spec) -> str:
     else:
         kind, layers = "glm" if spec.glm else "v32", f"{spec.num_hidden_layers}layers"
         kind += "-full" if spec.hidden_size in (FULL_WIDTH["hidden_size"], GLM_FULL_WIDTH["hidden_size"]) else ""
+        kind += f"-{spec.quantization}" if spec.quantization else ""
     return f"{kind}-{spec.num_attention_heads}heads-{layers}{'-mtp' if spec.num_nextn_predict_layers else ''}"
 
 

@@ -281,6 +281,8 @@ def test_a_prompt_that_stock_answers_or_the_plugin_does_not(
         ("--layers 4,4", "--layers is 4,4; compress ratios are for --family v4, give a number"),
         ("--layers 4,x", "'4,x' is not a list of compress ratios"),
         ("--family v4 --full-width", "--full-width is not for --family v4"),
+        ("--family v4 --quantization fp8", "--quantization is not for --family v4, whose checkpoint is in fp8"),
+        ("--quantization awq", "invalid choice: 'awq'"),
         ("--family v4 --context 524000", "the model's longest position allows 523776"),
     ],
 )
@@ -311,6 +313,14 @@ def test_full_width_is_a_checkpoint_of_its_own() -> None:
     assert config["hidden_size"] == 7168
     changed = {name for name, value in config.items() if value != narrow.config()[name]}
     assert changed == set(model.FULL_WIDTH)
+
+
+@pytest.mark.parametrize("family", ["v3.2", "glm"])
+def test_quantised_weights_are_a_checkpoint_of_its_own_and_in_the_record(family: str) -> None:
+    plain, int4 = (model.spec_of(family, 16, 4, mtp=False, quantization=stored) for stored in (None, "int4"))
+    assert model.checkpoint_name(int4) == model.checkpoint_name(plain).replace("-16heads", "-int4-16heads")
+    assert model.shown(int4.config())["quantization_config"]["format"] == "pack-quantized"
+    assert "quantization_config" not in model.shown(plain.config())
 
 
 def test_a_glm_checkpoint_has_glms_attention_and_shares_selections() -> None:
@@ -463,6 +473,7 @@ BAD = {
     "--case ttft --beside nowhere.json": "--beside is nowhere.json, which cannot be read",
     "--family v4": "--family is for checkpoints made here; --model has its own",
     "--full-width": "--full-width is for checkpoints made here; --model has its own widths",
+    "--quantization int4": "--quantization is for checkpoints made here; --model has its own weights",
 }
 
 
