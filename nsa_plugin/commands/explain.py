@@ -11,7 +11,7 @@ from nsa_plugin.commands.arguments import above_zero, given, natural, option, po
 from nsa_plugin.commands.output import add_json, add_verbose, print_json
 from nsa_plugin.commands.starts import in_use
 from nsa_plugin.decision.case import count
-from nsa_plugin.decision.constraints import SHARED_CONTEXT, UNCONSTRAINED, Constraints
+from nsa_plugin.decision.constraints import SHARED_CONTEXT, UNCONSTRAINED, Constraints, steps_left_to_engine
 from nsa_plugin.decision.dispatch import decide, partition
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import BatchShape, ModelShape, Phase
@@ -304,13 +304,10 @@ def _matters(name: str, choice: str, model: ModelShape) -> bool:
 
 def _left_steps(model: ModelShape, phase: Phase, device: DeviceProfile, settings: Settings) -> list[str]:
     """What both adapters leave to their engine whatever the plan says, as a note; none elsewhere."""
-    steps = phase in (Phase.DECODE, Phase.TARGET_VERIFY, Phase.DRAFT_EXTEND)
-    if model.family != "v4" or not steps or settings.decode_backend != "auto" or is_portable(device.sm):
+    why = steps_left_to_engine(model.family, settings, portable=is_portable(device.sm))
+    if not why or phase not in (Phase.DECODE, Phase.TARGET_VERIFY, Phase.DRAFT_EXTEND):
         return []
-    return [
-        "with decode_backend=auto the engines run decode, verify and draft steps of DeepSeek-V4 by their own code; "
-        "the plan is what the plugin would do if decode_backend named its provider"
-    ]
+    return [f"{why}; the plan is what the plugin would do if decode_backend named its provider"]
 
 
 def run(args: argparse.Namespace) -> int:

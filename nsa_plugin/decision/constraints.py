@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from nsa_plugin.decision.routes import Route
 from nsa_plugin.errors import ShapeError
 from nsa_plugin.libraries.devices import MIB
+from nsa_plugin.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,3 +90,15 @@ SHARED_CONTEXT = "the ranks share the context, and a bf16 copy of it would have 
 """`no_copy` with decode context parallelism."""
 
 UNCONSTRAINED = Constraints()
+
+
+def steps_left_to_engine(family: str, settings: Settings, *, portable: bool) -> str:
+    """Why the engine runs its decode, verify and draft steps by its own code; "" = by their plan.
+
+    Args:
+        family: of the model, "v4" for DeepSeek-V4.
+        portable: the portable path serves, on which the engine has no kernels for them.
+    """
+    if family == "v4" and settings.decode_backend == "auto" and not portable:
+        return "decode_backend is auto: decode, verify and draft steps of DeepSeek-V4 run on the stock path"
+    return ""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nsa_plugin.decision import Constraints, decide, partition, timings, validate
+from nsa_plugin.decision.constraints import steps_left_to_engine
 from nsa_plugin.decision.plan import Attention
 from nsa_plugin.decision.routes import BF16_COPY, FLASH_MLA_DECODE, Route
 from nsa_plugin.decision.shapes import Phase
@@ -159,3 +160,20 @@ def test_heads_stay_local_on_a_route() -> None:
 def test_no_constraints_are_the_default() -> None:
     for batch in (LONG, extend(100)):
         assert decide(V32, batch, H200, Settings()) == decide(V32, batch, H200, Settings(), Constraints())
+
+
+@pytest.mark.parametrize(
+    ("family", "decode_backend", "portable", "left"),
+    [
+        ("v4", "auto", False, True),
+        ("v4", "auto", True, False),
+        ("v4", "cuda", False, False),
+        ("v3.2", "auto", False, False),
+    ],
+)
+def test_only_steps_of_v4_stay_with_the_engine_by_default(
+    family: str, decode_backend: str, portable: bool, left: bool
+) -> None:
+    why = steps_left_to_engine(family, Settings(decode_backend=decode_backend), portable=portable)
+    assert bool(why) == left
+    assert not why or "decode_backend is auto" in why

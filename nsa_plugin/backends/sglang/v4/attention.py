@@ -37,6 +37,7 @@ from nsa_plugin.backends.sglang.v4.state import V4State
 from nsa_plugin.backends.sglang.v4.switches import answering, steer
 from nsa_plugin.backends.sglang.v4.table import POOL, SLOTS, check_class
 from nsa_plugin.backends.sglang.v32 import batch as batches
+from nsa_plugin.decision.constraints import steps_left_to_engine
 from nsa_plugin.decision.shapes import Phase
 from nsa_plugin.errors import PatchError
 from nsa_plugin.layouts import V4_FP8
@@ -74,14 +75,14 @@ def adopt(backend: Any, planner: SglangV4Planner, server_args: Any, *, own_heads
         return [
             f"the V4 cache has {stored} bytes a token, not {V4_FP8.row_bytes}: every batch falls back to the stock path"
         ]
-    steps = planner.settings.decode_backend != "auto"
+    steps_left = steps_left_to_engine(planner.model.family, planner.settings, portable=False)
     backend.nsa_plugin = V4State(
         planner=planner,
         providers=Providers(LAYOUT, planner.device.sm, attended=AttendedTokens.of(planner.settings)),
         own_heads_first=own_heads_first,
-        plans_steps=steps,
+        plans_steps=not steps_left,
     )
-    notes = [] if steps else ["decode_backend is auto: decode, verify and draft steps of V4 run on the stock path"]
+    notes = [steps_left] if steps_left else []
     if getattr(server_args, "enable_deepseek_v4_fp4_indexer", False):  # `indexer` leaves each selection
         notes.append("--enable-deepseek-v4-fp4-indexer is on: V4's selection runs on the stock path")
     return notes

@@ -16,7 +16,7 @@ from nsa_plugin.backends.common.paths import DECODE_KERNEL, DIRECT, VLLM, path_o
 from nsa_plugin.backends.common.planner import KERNEL_OPS
 from nsa_plugin.backends.common.v4 import LAYOUT
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
-from nsa_plugin.decision.constraints import Constraints
+from nsa_plugin.decision.constraints import Constraints, steps_left_to_engine
 from nsa_plugin.decision.plan import Plan
 
 
@@ -25,7 +25,7 @@ class VllmV4Planner(VllmPlanner):
     """The decisions of one vLLM worker process for DeepSeek-V4; see `VllmPlanner`."""
 
     def constraints(self, *, prefill: bool, rows: int = 0, **more: Any) -> Constraints:
-        if not prefill and not self.portable and self.settings.decode_backend == "auto":
+        if not prefill and steps_left_to_engine(self.model.family, self.settings, portable=self.portable):
             more["paths"] = routes_of(VLLM, LAYOUT, prefill=False, only=frozenset({DECODE_KERNEL}))
         # vLLM's profiling run has both workspaces, and vLLM's code cuts the logits into chunks of the whole budget.
         return super().constraints(prefill=prefill, rows=rows, workspace_reserved=True, **more)

@@ -19,6 +19,7 @@ from nsa_plugin.backends.vllm.v32.portable import warm_indexer
 from nsa_plugin.backends.vllm.v32.routes import VllmPlanner
 from nsa_plugin.backends.vllm.v32.samples import sample_plans, selection_of, warm_without_logits
 from nsa_plugin.backends.vllm.v32.serving import GpuServing
+from nsa_plugin.decision.constraints import steps_left_to_engine
 from nsa_plugin.decision.plan import Plan
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.errors import SettingsError
@@ -97,9 +98,8 @@ class V4Serving(GpuServing):
 
     def left(self) -> list[str]:
         found = super().left()
-        if self.layers()[0] and not self.portable and self.resolved.settings.decode_backend == "auto":
-            found.append("decode_backend is auto: decode and verify steps of DeepSeek-V4 run on the stock path")
-        return found
+        why = steps_left_to_engine("v4", self.resolved.settings, portable=self.portable)
+        return [*found, why] if why and self.layers()[0] else found
 
     def described(self, plan: Plan) -> str:
         taken = path(plan)

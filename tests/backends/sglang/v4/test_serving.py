@@ -87,7 +87,7 @@ def test_a_backend_serves_once_its_kernels_have_run():
     made.adopt(backend, runner())
     assert made.active
     assert made.backends == [backend]
-    assert made.notes == ["decode_backend is auto: decode, verify and draft steps of V4 run on the stock path"]
+    assert made.notes == ["decode_backend is auto: decode, verify and draft steps of DeepSeek-V4 run on the stock path"]
     run(backend)
     assert not {"sparse", "decode kernel"} & set(backend.calls)
     assert made.trace.counts == {"extend/sparse_prefill/reference": 1}

@@ -125,7 +125,8 @@ def test_a_worker_reports_the_paths_of_its_batches(monkeypatch: pytest.MonkeyPat
     layers = given.compilation_config.static_forward_context
     layers |= {"a": layer("FLASHMLA_SPARSE_DSV4"), "b": layer("V4_FLASHMLA_SPARSE"), "c": SimpleNamespace()}
     assert found.active
-    assert found.left() == ["decode_backend is auto: decode and verify steps of DeepSeek-V4 run on the stock path"]
+    why = "decode_backend is auto: decode, verify and draft steps of DeepSeek-V4 run on the stock path"
+    assert found.left() == [why]
     facts = found.facts()
     assert facts["attention"] == "2 layers on vLLM's FLASHMLA_SPARSE_DSV4"
     assert facts["prefill, 1024 of 1024 tokens"].startswith("direct by triton; ")
