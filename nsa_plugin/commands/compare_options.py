@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(model, "--layers N", _layers, layers)
     width = "use the model's widths outside attention too, so that attention's share of a prefill is realistic"
     switch(model, "--full-width", f"{width} (v4 has them)")
-    stored = "store the linear layers in fp8, as published, or the routed experts in INT4 (all in bf16; v4 in fp8)"
+    stored = "weights in fp8 as in DeepSeek-V3.2's checkpoint, or routed experts in INT4 (bf16; v4 is always fp8)"
     model.add_argument("--quantization", choices=QUANTIZATIONS, help=stored)
     switch(model, "--mtp", "add a multi-token prediction layer for speculative decoding")
     option(model, "--context TOKENS", positive, f"longest prompt ({USUAL_CONTEXT})")

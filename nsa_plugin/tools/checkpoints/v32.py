@@ -10,7 +10,7 @@ the published ones are, or the routed experts in INT4.
 
 from __future__ import annotations
 
-import re
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,10 +122,10 @@ class CheckpointSpec:
             raise ValueError(f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}")
         if self.quantization and self.quantization not in QUANTIZATIONS:
             raise ValueError(f"quantization is {self.quantization!r}; allowed: {', '.join(QUANTIZATIONS)}, or none")
-        if self.quantization == INT4 and (self.hidden_size % GROUP or self.moe_intermediate_size % GROUP):
+        if self.quantization and (self.hidden_size % GROUP or self.moe_intermediate_size % GROUP):
             raise ValueError(
                 f"hidden_size {self.hidden_size} and moe_intermediate_size {self.moe_intermediate_size} must be "
-                f"multiples of the {GROUP} values that share an INT4 scale"
+                f"multiples of the {GROUP} values that share a scale"
             )
         if self.n_routed_experts % self.n_group or self.n_routed_experts // self.n_group < 2:
             raise ValueError(
@@ -180,7 +180,7 @@ class CheckpointSpec:
             **rope,
             ep_size=1,
             torch_dtype=self.dtype,
-            **({"quantization_config": stored} if stored else {}),
+            **({"quantization_config": deepcopy(stored)} if stored else {}),
         )
 
     def selects(self, layer: int) -> int:
@@ -217,19 +217,22 @@ def make_weights(spec: CheckpointSpec) -> dict[str, torch.Tensor]:
     return stored
 
 
-# The published fp8 checkpoints keep the embedding, the head, the router, the indexer's gates and norms as they are.
-_FP8_LINEARS = re.compile(r"(_proj|_with_mqa|\.wq_b|\.wk)\.weight$")
-_NOT_FP8 = ("weights_proj.weight", "eh_proj.weight")
+# Those that deepseek-ai/DeepSeek-V3.2 has in fp8.
+_FP8_LINEARS = (
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    *("wq_b", "wk"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
 
 
 def _is_quantized(name: str, quantization: str) -> bool:
     if quantization == FP8:
-        return _FP8_LINEARS.search(name) is not None and not name.endswith(_NOT_FP8)
+        return name.split(".")[-2] in _FP8_LINEARS
     return quantization == INT4 and ".mlp.experts." in name
 
 
 def _quantized(name: str, weight: torch.Tensor, quantization: str) -> dict[str, torch.Tensor]:
-    """A linear layer's tensors."""
+    """The tensors that store a linear layer, by name."""
     import torch
 
     if quantization == FP8:

@@ -77,8 +77,9 @@ _SHOWN = (
     *("architectures", "num_hidden_layers", "hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"),
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "index_topk", "index_n_heads", "index_head_dim"),
     *("n_routed_experts", "num_experts_per_tok", "num_nextn_predict_layers", "vocab_size", "torch_dtype"),
-    "quantization_config",
 )
+# Of a `quantization_config`: the names of modules, which may be hundreds.
+_MODULES = ("ignore", "modules_to_not_convert")
 _SHOWN_MORE = {
     V4: ("head_dim", "o_lora_rank", "o_groups", "sliding_window", "compress_ratios"),
     GLM: ("index_topk_pattern",),
@@ -160,7 +161,10 @@ def row_edges(config: Mapping[str, Any], chunk: int | None) -> list[int]:
 def shown(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a model's configuration that a record keeps."""
     names = _SHOWN + _SHOWN_MORE.get(family_of(config), ())
-    return {name: config[name] for name in names if name in config}
+    shown = {name: config[name] for name in names if name in config}
+    if stored := config.get("quantization_config"):
+        shown["quantization_config"] = {name: value for name, value in stored.items() if name not in _MODULES}
+    return shown
 
 
 def spec_of(

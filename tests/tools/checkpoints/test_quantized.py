@@ -43,8 +43,8 @@ def _expected(name: str, quantization: str) -> bool:
     """Whether the published checkpoints have this weight in fp8, or the routed experts in INT4."""
     if quantization == "int4":
         return fnmatch.fnmatch(name, "*.mlp.experts.*_proj.weight")
-    linears = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    return name.endswith(tuple(f".{part}.weight" for part in (*linears, "wq_b", "wk")))
+    kept = ("norm.weight", "norm.bias", "e_score_correction_bias", "embed_tokens.weight", "head.weight")
+    return not name.endswith((*kept, "mlp.gate.weight", "weights_proj.weight", "eh_proj.weight"))
 
 
 TENSORS = {
@@ -67,8 +67,10 @@ def test_what_is_quantised_and_the_rest_is_unchanged(quantization: str, glm: boo
             assert torch.equal(quantised[name], tensor), name
     assert {name: tensor.dtype for name, tensor in quantised.items()} == expected
     assert set(expected.values()) > set(TENSORS[quantization].values())
-    assert "quantization" not in spec.config()
-    assert "quantization_config" not in spec.config()
+    config = replace(spec, quantization=quantization).config()
+    method = {"fp8": "fp8", "int4": "compressed-tensors"}[quantization]
+    assert config.pop("quantization_config")["quant_method"] == method
+    assert config == spec.config()
 
 
 def test_int4s_ignored_modules_are_all_but_the_routed_experts() -> None:
@@ -91,7 +93,8 @@ def test_int4s_ignored_modules_are_all_but_the_routed_experts() -> None:
     ("change", "message"),
     [
         ({"quantization": "awq"}, "quantization is 'awq'; allowed: fp8, int4, or none"),
-        ({"quantization": "int4", "moe_intermediate_size": 64}, "multiples of the 128 values that share an INT4 scale"),
+        ({"quantization": "int4", "moe_intermediate_size": 64}, "multiples of the 128 values that share a scale"),
+        ({"quantization": "fp8", "hidden_size": 192}, "multiples of the 128 values that share a scale"),
     ],
 )
 def test_impossible_quantisations_are_named(change: dict[str, Any], message: str) -> None:

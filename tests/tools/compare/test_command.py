@@ -316,10 +316,12 @@ def test_full_width_is_a_checkpoint_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("family", ["v3.2", "glm"])
-def test_quantised_weights_are_a_checkpoint_of_its_own_and_in_the_record(family: str) -> None:
+def test_quantised_weights_make_a_checkpoint_of_their_own_and_are_in_the_record(family: str) -> None:
     plain, int4 = (model.spec_of(family, 16, 4, mtp=False, quantization=stored) for stored in (None, "int4"))
     assert model.checkpoint_name(int4) == model.checkpoint_name(plain).replace("-16heads", "-int4-16heads")
-    assert model.shown(int4.config())["quantization_config"]["format"] == "pack-quantized"
+    stored = model.shown(int4.config())["quantization_config"]
+    assert stored["format"] == "pack-quantized"
+    assert "ignore" not in stored
     assert "quantization_config" not in model.shown(plain.config())
 
 
