@@ -32,6 +32,7 @@ import torch
 
 from nsa_plugin.backends.common.providers import Providers
 from nsa_plugin.backends.common.token_shard import Share
+from nsa_plugin.backends.sglang.startup.model import variable_of
 from nsa_plugin.backends.sglang.v32.split import SplitBatch
 from nsa_plugin.decision.plan import IndexerMode, Plan
 from nsa_plugin.decision.shapes import Phase
@@ -265,8 +266,5 @@ def is_fused(metadata: Any) -> bool:
     """Whether the selection is transformed here, not before attention."""
     if getattr(metadata, "force_unfused_topk", False):
         return False
-    from sglang.srt.environ import envs
-
-    name = "SGLANG_DSA_FUSE_TOPK" if hasattr(envs, "SGLANG_DSA_FUSE_TOPK") else "SGLANG_NSA_FUSE_TOPK"
-    setting = getattr(envs, name)
-    return bool(setting.get())
+    fuses = variable_of("SGLANG_DSA_FUSE_TOPK")
+    return bool(variable_of("SGLANG_NSA_FUSE_TOPK") if fuses is None else fuses)
