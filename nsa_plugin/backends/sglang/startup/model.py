@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nsa_plugin.decision.shapes import ModelShape
@@ -12,6 +13,9 @@ from nsa_plugin.settings import BACKEND_OPS, ResolvedSettings
 
 BACKEND_MAJORS = (9, 10)
 """The GPUs, by SM major version, whose kernels of SGLang's own backends the plugin knows."""
+
+_JOINED = ("q_a_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj_with_mqa")
+"""The projections of attention that SGLang joins into one, and its name for that."""
 
 NEEDS_GPU = (
     "DeepSeek sparse attention under SGLang needs a GPU, and this engine is to run on a CPU, where SGLang has neither "
@@ -105,17 +109,39 @@ def is_sparse(server_args: Any) -> bool:
 
 
 def unserved_weights(server_args: Any, sm: int) -> str:
-    """Return what SGLang will say much later, and not as clearly: it has no fp8 experts on SM80 and SM86. Or ""."""
-    if not 80 <= sm < FIRST_WITH_FP8:
-        return ""
+    """Return which weights of a model with sparse attention SGLang will fail to load, later and less clearly. Or ""."""
     config = config_of(server_args)
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    if method != "fp8" or not config.get("n_routed_experts") or not has_sparse_attention(config):
+    stored = config.get("quantization_config") or {}
+    if not has_sparse_attention(config):
         return ""
-    return (
-        f"the checkpoint has fp8 experts, for which SGLang has no kernels on {name_of(sm)} (sglang #12887): give it "
-        "one with INT4 experts"
-    )
+    if stored.get("quant_method") == "fp8" and config.get("n_routed_experts") and 80 <= sm < FIRST_WITH_FP8:
+        return (
+            f"the checkpoint has fp8 experts, for which SGLang has no kernels on {name_of(sm)} (sglang #12887): give "
+            "it one with INT4 experts"
+        )
+    # DeepSeek-V4 has other projections.
+    if (
+        stored.get("quant_method") == "awq"
+        and config.get("kv_lora_rank")
+        and _keeps_attention(config, stored.get("modules_to_not_convert") or ())
+    ):
+        return (
+            "the checkpoint is in AWQ but for its attention, and SGLang up to 0.5.23 joins q_a_proj and "
+            "kv_a_proj_with_mqa of such a one along the wrong dimension (sglang #28305): give it one in GPTQ or "
+            "compressed-tensors"
+        )
+    return ""
+
+
+def _keeps_attention(config: Mapping[str, Any], kept: Iterable[str]) -> bool:
+    """Whether the projections of some layer that SGLang joins are among the modules that are not quantised.
+
+    Args:
+        kept: parts of modules' names.
+    """
+    layers = range(int(config.get("num_hidden_layers") or 0))
+    joined = [f"model.layers.{layer}.self_attn.{name}" for layer in layers for name in _JOINED]
+    return any(str(part) in module for part in kept for module in joined)
 
 
 def refuse_model(server_args: Any) -> None:

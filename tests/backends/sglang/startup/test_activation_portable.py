@@ -85,17 +85,59 @@ def test_fp8_experts_are_warned_of_where_sglang_has_none(
     more: dict[str, Any],
     warns: bool,
 ) -> None:
+    said = _said_of_weights(process, monkeypatch, caplog, sm, {"quantization_config": {"quant_method": "fp8"}} | more)
+    assert len(said) == warns
+    assert all(f"no kernels on SM{sm}" in one and "INT4" in one for one in said)
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize(
+    ("kept", "more", "warns"),
+    [
+        (["self_attn"], {}, True),
+        (["lm_head", "model.layers.0."], {}, True),
+        (["model.layers.60.self_attn.kv_a_proj_with_mqa"], {}, True),
+        (["model.layers.61.self_attn"], {}, False),
+        (["lm_head", "kv_b_proj", "indexer", "mlp.gate"], {}, False),
+        ([], {}, False),
+        (None, {}, False),
+        (["self_attn"], {"index_topk": None}, False),
+        (["self_attn"], {"kv_lora_rank": None}, False),
+    ],
+    ids=str,
+)
+def test_awq_without_attention_is_warned_of(
+    process: SglangProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    sm: int,
+    kept: list[str] | None,
+    more: dict[str, Any],
+    warns: bool,
+) -> None:
+    stored = {"quant_method": "awq", "modules_to_not_convert": kept}
+    said = _said_of_weights(process, monkeypatch, caplog, sm, {"quantization_config": stored} | more)
+    assert len(said) == warns
+    assert all("sglang #28305" in one and "compressed-tensors" in one for one in said)
+
+
+def _said_of_weights(
+    process: SglangProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    sm: int,
+    more: dict[str, Any],
+) -> list[str]:
+    """What is logged before serving, which is asked for twice, of a model whose configuration has `more`."""
     process.ledger.version = Version("0.5.23")
-    config = {"index_topk": 2048, "n_routed_experts": 256, "quantization_config": {"quant_method": "fp8"}} | more
+    config = {"index_topk": 2048, "n_routed_experts": 256, "num_hidden_layers": 61, "kv_lora_rank": 512} | more
     monkeypatch.setattr("transformers.PretrainedConfig.get_config_dict", lambda *given, **named: (config, {}))
     monkeypatch.setattr(activation, "_check_files", lambda version: None)
     on(monkeypatch, sm)
     PassedFlags({"enabled": "true"}, {}).write()
     for _ in range(2):
         process.check_before_serving(SimpleNamespace(model_path="checkpoint", device="cuda", use_ray=False))
-    said = [one.getMessage() for one in caplog.records]
-    assert len(said) == warns
-    assert all(f"no kernels on SM{sm}" in one and "INT4" in one for one in said)
+    return [one.getMessage() for one in caplog.records]
 
 
 @pytest.mark.parametrize("flags", [{}, {"mha_max_kv": "0"}, {"split_prefill": "on"}], ids=str)
