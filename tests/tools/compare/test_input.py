@@ -160,7 +160,8 @@ def test_file_of_another_engine(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 # A value of each option that takes one.
 GIVEN = {
-    **{"--model": "model", "--heads": "16", "--family": "glm", "--layers": "4", "--context": "32000"},
+    **{"--model": "model", "--heads": "16", "--family": "glm", "--layers": "4", "--quantization": "fp8"},
+    "--context": "32000",
     **{"--runs": "stock", "--case": "single", "--prompt-lengths": "100", "--output-tokens": "5"},
     **{"--stock-fails-at": "900", "--budget": "1500", "--start-timeout": "400"},
 }
