@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ _OWN = ("seed", "rope_factor", "rope_original_positions")
 def config_of(spec: Any, without: Collection[str] = (), **more: Any) -> dict[str, Any]:
     """The content of config.json: the spec's fields but `without`, the constants, and `more`."""
     fields = {name: value for name, value in asdict(spec).items() if name not in (*_OWN, *without)}
-    return {**_CONSTANTS, **fields, **more}
+    return deepcopy({**_CONSTANTS, **fields, **more})
 
 
 def yarn(spec: Any, **more: Any) -> dict[str, Any]:

@@ -10,7 +10,6 @@ the published ones are, or the routed experts in INT4.
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,7 +179,7 @@ class CheckpointSpec:
             **rope,
             ep_size=1,
             torch_dtype=self.dtype,
-            **({"quantization_config": deepcopy(stored)} if stored else {}),
+            **({"quantization_config": stored} if stored else {}),
         )
 
     def selects(self, layer: int) -> int:

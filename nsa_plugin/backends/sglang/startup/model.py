@@ -126,8 +126,8 @@ def unserved_weights(server_args: Any, sm: int) -> str:
         and _keeps_attention(config, stored.get("modules_to_not_convert") or ())
     ):
         return (
-            "the checkpoint is in AWQ but for its attention, and SGLang up to 0.5.23 joins q_a_proj and "
-            "kv_a_proj_with_mqa of such a one along the wrong dimension (sglang #28305): give it one in GPTQ or "
+            "the checkpoint is AWQ with attention left unquantised, which SGLang 0.5.23 cannot load: it joins q_a_proj "
+            "and kv_a_proj_with_mqa along the wrong dimension (sglang #28305). Give it one in GPTQ or "
             "compressed-tensors"
         )
     return ""
