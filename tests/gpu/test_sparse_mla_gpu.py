@@ -28,6 +28,7 @@ from tests.kernels.sparse_mla_cases import (
     make_cache,
     make_indices,
     make_sink,
+    portable_forms,
     prefill_case,
     randn,
     some_tokens,
@@ -379,9 +380,8 @@ def test_every_variant_of_the_cuda_kernel_over_rows_as_on_older_gpus(heads, vari
     assert_same(result, reference_decode(**case, out_dtype=torch.float32))
 
 
-@pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
+@pytest.mark.parametrize(("layout", "variant"), portable_forms(), ids=str)
 @pytest.mark.parametrize("heads", [5, 16, 40, 72])
-@pytest.mark.parametrize("variant", sparse_mla.PORTABLE_VARIANTS, ids=str)
 @pytest.mark.parametrize("splits", [1, 3, 16])
 def test_every_variant_of_the_cuda_kernel_as_on_older_gpus(layout, heads, variant, splits, emulated):
     extra = V4_EXTRA if layout == "v4_fp8" else None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nsa_plugin.kernels.cuda import sparse_mla
 from nsa_plugin.kernels.kv_cache import PagedCache, allocate_cache, open_cache, reference_write
 from nsa_plugin.kernels.sparse_mla import DecodeOutput, PrefillOutput
 from nsa_plugin.kernels.triton.device import DeviceFacts
@@ -32,6 +33,12 @@ PREFILL_TOLERANCE = (8e-4, 3.01 / 128)
 DECODE_TOLERANCE = (1e-3, 2.01 / 128)
 COSINE_DISTANCE = 7e-6
 STATISTIC_TOLERANCE = (1e-6, 8.01 / 65536)
+
+
+def portable_forms() -> list[tuple[str, sparse_mla.Variant]]:
+    """Layouts and the forms of the CUDA kernel for older GPUs that take them."""
+    variants = sparse_mla.PORTABLE_VARIANTS
+    return [(layout, one) for layout in ("v32_fp8", "v4_fp8") for one in variants if one.takes(layout)]
 
 
 def generator(seed: int) -> torch.Generator:

@@ -119,18 +119,14 @@ def static_shared(cubin: bytes, name: str) -> int:
 def check_few_heads(
     sm: int, kernel: tuple[str, str], variant: sparse_mla_launch.FewHeadsVariant, shared: int, defines: dict[str, int]
 ) -> None:
-    """One block has the shared memory that it asks for, and as many as the variant says have registers.
-
-    As many have shared memory on SM90.
-    """
+    """One block has the shared memory that it asks for; as many as the variant says have theirs, and registers."""
     built = sparse_mla_launch.kernels(*kernel, ((variant, shared),), tuple(defines.items()), 0)
     attend, combine = built[variant]
     attend((1, 1, 1), variant.threads, (), shared_bytes=shared)
     combine((1, 1, 1), (128, 1, 1), ())
     assert attend.registers * variant.threads[0] * variant.blocks <= REGISTERS
-    if sm == sparse_mla_launch.HOPPER:
-        # An SM has what one block may request, and what is reserved for that block.
-        assert (attend.shared + RESERVED) * variant.blocks <= shared_memory_per_block(sm) + RESERVED
+    # An SM has what one block may request, and what is reserved for that block.
+    assert (attend.shared + RESERVED) * variant.blocks <= shared_memory_per_block(sm) + RESERVED
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,14 @@ from nsa_plugin.kernels.cuda import (
 from nsa_plugin.kernels.sparse_mla import decode_op, prefill_op, reference_decode, reference_prefill
 from nsa_plugin.kernels.topk import reference_topk_rows
 from tests.kernels import cuda_on_cpu
-from tests.kernels.sparse_mla_cases import DECODE_TOLERANCE, PREFILL_TOLERANCE, decode_case, facts_of, prefill_case
+from tests.kernels.sparse_mla_cases import (
+    DECODE_TOLERANCE,
+    PREFILL_TOLERANCE,
+    decode_case,
+    facts_of,
+    portable_forms,
+    prefill_case,
+)
 
 pytestmark = pytest.mark.skipif(
     cuda_on_cpu.COMPILER is None or torch.cuda.is_available(), reason="needs g++, and runs where there is no GPU"
@@ -76,8 +83,7 @@ def check_decode(attend: Any, layout: str, heads: int, splits: int, seed: int = 
 
 
 @pytest.mark.parametrize(("heads", "splits"), [(5, 1), (40, 3)])
-@pytest.mark.parametrize("variant", sparse_mla.PORTABLE_VARIANTS, ids=str)
-@pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
+@pytest.mark.parametrize(("layout", "variant"), portable_forms(), ids=str)
 def test_sparse_mla(layout: str, variant: sparse_mla.Variant, heads: int, splits: int) -> None:
     check_decode(partial(sparse_mla.attend, variant=variant), layout, heads, splits)
 
@@ -154,11 +160,14 @@ def two_sms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 IN_TURN = [
-    pytest.param(partial(module.attend, variant=variant), layout, id=f"{layout}, {variant.heads} heads")
+    pytest.param(
+        partial(module.attend, variant=variant), layout, id=f"{layout}, {variant.heads} heads, {variant.warps} warps"
+    )
     for module, layouts in ((sparse_mla, ("v32_fp8", "v4_fp8")), (sparse_mla_rows, ("bf16",)))
     for variant in module.PORTABLE_VARIANTS
     if variant.in_turn
     for layout in layouts
+    if module is sparse_mla_rows or variant.takes(layout)
 ]
 
 
@@ -192,7 +201,7 @@ FAULTS_BETWEEN_ROWS = {
 @pytest.mark.usefixtures("two_sms")
 def test_a_fault_between_rows_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_on_cpu, "edits", FAULTS_BETWEEN_ROWS[fault])
-    attend = partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[0])
+    attend = partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[1])
 
     def check() -> None:
         for splits, with_length in product((1, 2), (False, True)):
@@ -205,7 +214,7 @@ def test_a_fault_between_rows_is_noticed(fault: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
 def test_sparse_mla_with_conversions_of_fp8(layout: str, run_as: Callable[[int], None]) -> None:
     run_as(89)
-    check_decode(partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[1]), layout, 16, 2)
+    check_decode(partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[2]), layout, 16, 2)
 
 
 @pytest.mark.parametrize(("heads", "splits"), [(5, 1), (40, 3)])
@@ -307,10 +316,10 @@ def test_topk_rows(columns: int) -> None:
     ("edit", "variant"),
     [
         # The records of a step are not waited for, which other warps copy.
-        (("barrier_wait(shared_address(&shared.full[stage]), turn.round(0) & 1);", ";"), 0),
-        (("barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);", ";"), 1),
+        (("barrier_wait(shared_address(&shared.full[stage]), turn.round(0) & 1);", ";"), 1),
+        (("barrier_wait(shared_address(&shared.full[stage]), (u32)step / STAGES & 1);", ";"), 2),
         # Those that a warp has copied itself.
-        (("wait_for_copies();  // those of the next block", ";  // those of the next block"), 2),
+        (("wait_for_copies();  // those of the next block", ";  // those of the next block"), 3),
         # P is read before all warps have written it.
         (("changed = meet_or(changed);  // P is there", "// P is there"), 0),
         # Half of the keys do not weigh.

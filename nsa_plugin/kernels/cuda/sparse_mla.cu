@@ -1,17 +1,18 @@
 // Sparse MLA over a paged fp8 cache for few query heads: for SM90, and from SM80 on without bulk copies and clusters.
 //
-// A block of 8 warps attends one query token, or several in turn, with a group of up to 8 * NT heads, 64 or 32 keys at a time.
+// A block of 8 or 4 warps attends one query token, or several in turn, with a group of up to 8 * NT heads, 64 or 32 keys at a
+// time.
 // Keys are the rows of the matrix products and heads their columns (mma.m16n8k16), so that 8 heads are a
 // full tile and no head is padded beyond a multiple of 8. The cache's records are copied to shared memory
 // as they are, on SM90 by bulk copies; their fp8 codes become float16 in registers, exactly, on the way into the
 // tensor cores. Nothing is multiplied by a scale before it has to be:
 //
-//   S = K Q^T     warp (quarter, half): a quarter of the row's values, half of the keys or of the heads. A quarter's
-//                 codes are summed and then multiplied by the key's scale; quarters add up in shared memory, where
-//                 each has a sum of its own, or two share one.
+//   S = K Q^T     a warp has a quarter or half of the row's values, and a part of the keys or of the heads. What has a
+//                 scale is summed and then multiplied by it; the parts of the values add up in shared memory, where each
+//                 has a sum of its own, or two share one.
 //   P = exp(S)    a warp has all keys of its heads, two keys a lane.
-//   O = V^T P     warp w: values 64 w to 64 w + 63 of every row; P is multiplied by the scales that these values
-//                 have, relative to `reference` below, as it is read.
+//   O = V^T P     of 8 warps, warp w: values 64 w to 64 w + 63 of every row; P is multiplied by the scales that these
+//                 values have, relative to `reference` below, as it is read.
 //
 // Why float16: a query row is divided by a power of two that brings its largest value to 2^8, and a scale
 // by the largest of that tile so far, rounded up to a power of two ("reference"): both exact. What is lost

@@ -18,7 +18,6 @@ import torch
 from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     HOPPER,
     NOT_SHARING,
-    WARPS,
     CudaScope,
     FewHeadsVariant,
     attend_in_shares,
@@ -41,15 +40,17 @@ class Variant(FewHeadsVariant):
     """A compiled form of the kernel.
 
     Attributes:
-        held: of a warp's 8 steps over the query's fp8-multiplied values, those whose fragments stay in registers;
+        held: of a warp's `steps` over the query's fp8-multiplied values, those whose fragments stay in registers;
             shared memory has the others.
         group: neighbouring query rows of a block, which share the tiles and the union of their entries.
-        sums: of S in shared memory: one for each of the four parts of a row's values, or for two.
+        value_parts: of a row in Q K^T; a warp takes one.
+        sums: of S in shared memory: one for each of the parts of a row's values, or for two.
         head_parts: in Q K^T, 1: a warp takes half of the keys and all heads; 2: all keys and half of the heads.
     """
 
     held: int
     group: int = 1
+    value_parts: int = 4
     sums: int = 4
     head_parts: int = 1
 
@@ -59,10 +60,19 @@ class Variant(FewHeadsVariant):
         return 8 * self.tiles // self.group
 
     @property
+    def steps(self) -> int:
+        """Of 16 fp8-multiplied values, of a warp in Q K^T."""
+        return 32 // self.value_parts
+
+    @property
     def definitions(self) -> dict[str, int]:
         """Of the source's preprocessor."""
-        own = {"HELD": self.held, "GROUP": self.group, "SUMS": self.sums, "HEAD_PARTS": self.head_parts}
-        return super().definitions | own
+        parts = {"VALUE_PARTS": self.value_parts, "HEAD_PARTS": self.head_parts}
+        return super().definitions | parts | {"HELD": self.held, "GROUP": self.group, "SUMS": self.sums}
+
+    def takes(self, layout: str) -> bool:
+        """Whether a warp's values of the output have one scale."""
+        return layout == V32_FP8.name or self.warps == 8
 
     def shared_bytes(self, layout: str) -> int:
         """Shared memory of a block, in bytes."""
@@ -70,7 +80,7 @@ class Variant(FewHeadsVariant):
         columns = 8 * self.tiles
         validity = self.keys * (layout == V4_FP8.name)
         members = self.keys * (self.group > 1)
-        kept = 4 * (8 - self.held + (layout == V32_FP8.name))
+        kept = self.value_parts * (self.steps - self.held) + 4 * (layout == V32_FP8.name)
         parts = (
             self.stages * self.keys * row,  # records
             self.sums * columns * (self.keys + 4) * 4,  # S
@@ -78,7 +88,7 @@ class Variant(FewHeadsVariant):
             self.stages * (self.keys * scales + validity + members),
             2 * self.keys * 8 + 2 * 8,  # addresses of records, of zero records and of rows
             self.stages * (8 + 8 * (self.producers > 0) + 4 * self.in_turn),  # barriers, and whether a row ends
-            WARPS * 4,  # a number a warp
+            self.warps * 4,  # a number a warp
             kept * 32 * 2 * self.tiles * 4,  # fragments of the query
             2 * columns * 4,  # factors of a head
             128,  # alignment
@@ -89,14 +99,16 @@ class Variant(FewHeadsVariant):
 # `held` as measured: 4 leaves 16 heads the registers that they lack.
 VARIANTS = (Variant(tiles=1, blocks=2, held=8), Variant(tiles=2, blocks=2, held=4), Variant(tiles=4, blocks=1, held=8))
 PORTABLE_VARIANTS = (
+    Variant(tiles=1, blocks=2, held=16, warps=4, keys=32, value_parts=2, sums=2, producers=2, in_turn=True),
     Variant(tiles=1, blocks=1, held=8, producers=2, in_turn=True),
-    Variant(tiles=2, blocks=1, held=8, sums=2, producers=2),
+    Variant(tiles=2, blocks=1, held=16, value_parts=2, sums=2, producers=2),
     Variant(tiles=4, blocks=1, held=8, keys=32, stages=3),
     Variant(tiles=8, blocks=1, held=3, keys=32, stages=3, head_parts=2),
     Variant(tiles=8, blocks=1, held=8, keys=32, stages=3, head_parts=2, sums=2),
 )
-"""For other GPUs than SM90, one block an SM: the fastest of those tried on an H100. With 16 heads rows in turn were
-slower. The last but one needs more shared memory than the 99 KiB of SM86."""
+"""For other GPUs than SM90: the fastest of those tried on an H100 and an H200. The first, two blocks of an SM, does not
+take V4. With 16 heads rows in turn and two blocks of four warps were slower. The last but one needs more shared memory
+than the 99 KiB of SM86."""
 
 
 ALONE = (
@@ -113,9 +125,9 @@ def possible_variants(heads: int, layout: str, facts: DeviceFacts) -> Mapping[Va
     hopper = facts.architecture == HOPPER
     possible: dict[Variant, int] = {}
     for known in (ALONE, VARIANTS) if hopper else (PORTABLE_VARIANTS,):
-        # Of those with the same heads the first that fits.
-        fitting = {one.heads: one for one in reversed(known) if one.shared_bytes(layout) <= facts.shared_memory}
-        possible |= {one: one.shared_bytes(layout) for one in up_to(heads, [*reversed(fitting.values())])}
+        fitting = [one for one in known if one.takes(layout) and one.shared_bytes(layout) <= facts.shared_memory]
+        first = {one.heads: one for one in reversed(fitting)}  # of those with the same heads
+        possible |= {one: one.shared_bytes(layout) for one in up_to(heads, [*reversed(first.values())])}
     return possible
 
 

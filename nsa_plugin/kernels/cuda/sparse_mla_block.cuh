@@ -4,30 +4,34 @@
 #ifndef LAYOUT
 #define LAYOUT 0  // 0: v32_fp8, 1: v4_fp8
 #endif
-// The first product is split over the warps: by values into four parts, by heads into one or two, by keys into the rest.
+// The first product is split over the warps: by values into four parts or two, by heads into one or two, by keys into the
+// rest.
+#ifndef VALUE_PARTS
+#define VALUE_PARTS 4
+#endif
 #ifndef HEAD_PARTS
 #define HEAD_PARTS 1
 #endif
 #ifndef HELD
-#define HELD 4  // of the 8 steps over a warp's part of the query's values, those whose fragments are in registers
+#define HELD 4  // of the steps over a warp's part of the query's values, those whose fragments are in registers
 #endif
+#define STEPS (32 / VALUE_PARTS)  // of 16 values that a warp multiplies with the query
 
 #include "sparse_mla_few.cuh"
 
-constexpr int VALUE_PARTS = 4;
 constexpr int KEY_PARTS = WARPS / VALUE_PARTS / HEAD_PARTS;
 constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, in the first product
 // Of these, at a time: all where registers suffice, as with many heads if shared memory has some of the query's fragments.
-constexpr int TOGETHER = (HEAD_PARTS > 1 && HELD == 8) || SUMS < VALUE_PARTS ? 1 : KEY_TILES;
+constexpr int TOGETHER = (HEAD_PARTS > 1 && HELD == STEPS) || SUMS < VALUE_PARTS ? 1 : KEY_TILES;
 constexpr int QUERY_TILES = NT / HEAD_PARTS;  // tiles of 8 heads a warp, in the first product
 static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES * WARPS / 2 < 14), "barriers are few");
 static_assert(NT % HEAD_PARTS == 0, "warps take whole tiles");
+static_assert(LAYOUT == 0 || WARPS == 8, "with v4_fp8 a warp takes the values of one scale");
 // Whether warps that multiply copy, too, piece by piece in between, without a barrier for each stage: see sparse_mla_copies.cuh.
 constexpr bool COPY_BETWEEN = !HOPPER && !PRODUCERS;
 constexpr bool WRITES = LAYOUT == 1 || GROUP > 1 || IN_TURN;  // whether a copying warp writes to shared memory, too
 // On a stage's barrier, by a filling.
 constexpr int ARRIVALS = HOPPER ? COPIERS + (LAYOUT == 0 ? 0 : KEYS) : 32 * COPIERS + (WRITES ? COPIERS : 0);
-constexpr int STEPS = 32 / VALUE_PARTS;  // steps of 16 values that a warp multiplies with the query
 #if LAYOUT == 0
 constexpr int SCALED = 8;        // steps that share a scale
 constexpr int ROPE_STEPS = 4 / VALUE_PARTS;  // of a warp, in addition
@@ -61,7 +65,7 @@ struct Shared {
 #endif
     alignas(16) float alpha[HEADS];   // of the output so far, by this step's keys
     // Fragments of the query, by part and lane, that are not held in registers: those are few.
-#if HELD < 8
+#if HELD < STEPS
     alignas(16) u32 kept[STEPS - HELD][HEAD_PARTS][VALUE_PARTS][32][2 * QUERY_TILES];
 #endif
 #if LAYOUT == 0
@@ -210,7 +214,7 @@ DEVICE void keep_query(Shared& shared, Query& query, const RawQuery& raw, Part p
                 float upper = bits_to_float(raw.values[s][n][j] & 0xffff0000u) * divide;
                 u32 two = part.is_rope(s) ? pack_bf16(lower, upper) : pack_f16(lower, upper);
                 if (s < HELD) query.f16[s][n][j] = two;
-#if HELD < 8
+#if HELD < STEPS
                 else if (is_first) shared.kept[s - HELD][part.heads][part.values][lane][2 * n + j] = two;
 #endif
             }
@@ -248,7 +252,7 @@ DEVICE void fragments(u32 (&b)[QUERY_TILES][2], const Shared& shared, const Quer
         for (int n = 0; n < QUERY_TILES; ++n) b[n][0] = query.f16[step][n][0], b[n][1] = query.f16[step][n][1];
         return;
     }
-#if HELD < 8
+#if HELD < STEPS
     load_fragments(b, shared.kept[step - HELD][part.heads][part.values][lane]);
 #endif
 }

@@ -1,4 +1,4 @@
-// What sparse_mla.cu and sparse_mla_rows.cu have in common. Both attend a query token with a block of 8 warps and few heads,
+// What sparse_mla.cu and sparse_mla_rows.cu have in common. Both attend a query token with a block of WARPS warps and few heads,
 // KEYS keys at a time: keys are the rows of the matrix products and heads their columns. Here is how such a block is cut,
 // how it meets and starts its copies, and how it writes what it found; they differ in what they multiply.
 #pragma once
@@ -27,6 +27,9 @@
 #ifndef MIN_BLOCKS
 #define MIN_BLOCKS 2  // blocks of an SM
 #endif
+#ifndef WARPS
+#define WARPS 8  // of a block, that multiply
+#endif
 #ifndef PRODUCERS
 #define PRODUCERS 0  // so many warps more copy, for a block that has an SM alone: a warp that starts copies waits for them
 #endif
@@ -43,7 +46,6 @@
 #include "scope.cuh"
 #include "sparse_mla_shares.cuh"
 
-constexpr int WARPS = 8;                         // that multiply
 constexpr int THREADS = 32 * (WARPS + PRODUCERS);
 constexpr int MEMBERS = WARPS / TEAMS;           // warps of a team
 constexpr int HEADS = 8 * NT;                    // of a team

@@ -24,7 +24,6 @@ from nsa_plugin.layouts import V4_FP8, V32_FP8, CacheLayout
 LOG2_E = 1.4426950408889634
 KEYS = 64  # entries that a share of a row has at least two times
 MOST_IN_TURN = 8  # query rows of a block
-WARPS = 8  # of a block of few heads, without those that only copy
 D_V = 512
 LAYOUTS = (V32_FP8, V4_FP8)
 MAX_SPLITS = 16  # as many blocks as a cluster may have
@@ -44,6 +43,7 @@ class FewHeadsVariant:
         blocks: blocks of threads resident on an SM.
         keys: entries that a block attends at a time: a step.
         stages: steps in shared memory.
+        warps: of a block, that multiply.
         producers: warps that only copy, beside those that multiply; 0: these copy too.
         eager: a call gets it as soon as the device has room for `least_room` shares.
         in_turn: a block attends several query rows in turn, and `producers` copy for the next one meanwhile.
@@ -53,6 +53,7 @@ class FewHeadsVariant:
     blocks: int
     keys: int = 64
     stages: int = 2
+    warps: int = 8
     producers: int = 0
     eager: bool = False
     in_turn: bool = False
@@ -60,7 +61,7 @@ class FewHeadsVariant:
     @property
     def threads(self) -> tuple[int, int, int]:
         """Of a block."""
-        return (32 * (WARPS + self.producers), 1, 1)
+        return (32 * (self.warps + self.producers), 1, 1)
 
     @property
     def heads(self) -> int:
@@ -71,7 +72,7 @@ class FewHeadsVariant:
     def definitions(self) -> dict[str, int]:
         """Of the source's preprocessor."""
         sizes = {"NT": self.tiles, "MIN_BLOCKS": self.blocks, "KEYS": self.keys, "STAGES": self.stages}
-        return sizes | {"PRODUCERS": self.producers, "IN_TURN": int(self.in_turn)}
+        return sizes | {"WARPS": self.warps, "PRODUCERS": self.producers, "IN_TURN": int(self.in_turn)}
 
     def blocks_of(self, rows: int, room: int) -> int:
         """Blocks that attend so many query rows, a group of heads and a share of each.

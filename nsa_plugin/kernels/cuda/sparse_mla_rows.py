@@ -17,7 +17,6 @@ import torch
 from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     HOPPER,
     NOTHINGS,
-    WARPS,
     CudaScope,
     FewHeadsVariant,
     attend_in_shares,
@@ -71,7 +70,7 @@ class RowsVariant(FewHeadsVariant):
             self.heads * 4,  # changes of the output
             2 * self.keys * 8,  # addresses of rows and of zero rows
             self.stages * (2 * 8 + 4 * self.in_turn + of_stage),  # barriers, whether a row ends, and validity
-            WARPS * 4,
+            self.warps * 4,
             128,  # alignment
         )
         return sum(parts)
