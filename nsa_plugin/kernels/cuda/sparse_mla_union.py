@@ -59,12 +59,12 @@ HOPPER_VARIANTS = (UnionVariant(tiles=2, blocks=2, held=4, group=2, least_shared
 Unions of four were slower with any overlap: 899 us where two took 768, at 95% (record
 `docs/benchmarks/h200/sparse-mla-prefill`)."""
 PORTABLE_VARIANTS = (
-    UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=4, least_shared=82),
-    UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=2, least_shared=81),
+    UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=4, least_shared=89),
+    UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=2, least_shared=91),
 )
-"""For other GPUs: what 99 KiB of shared memory suffice for, one block an SM. With 8 heads the lines cross at 75% (8,192
-tokens of context) and 85% (65,536), with 16 at 80%; with 32 heads unions are slower where 95% are shared (record
-`docs/benchmarks/h100/portable-sparse-mla-prefill`)."""
+"""For other GPUs: what 99 KiB of shared memory suffice for, one block an SM. With 8 heads the lines cross at 84% (8,192
+tokens of context) and 94% (65,536), with 16 at 90 and 91%; with 32 heads unions are slower where 95% are shared (record
+`docs/benchmarks/h200/portable-sparse-mla-prefill`)."""
 
 
 def variant_for(heads: int, facts: DeviceFacts) -> UnionVariant:
