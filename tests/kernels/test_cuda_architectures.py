@@ -187,9 +187,10 @@ def test_what_decides_on_unions_compiles_and_fits(sm: int, load_for: Callable[[i
     most = sparse_mla_neighbours.limits(facts).heads
     sparse_mla_neighbours._load(most, 2048, False, torch.device("cpu"))
     build.load_kernel(sparse_mla_neighbours.SOURCE, "sample")((1, 1, 1), sparse_mla_neighbours.THREADS, ())
-    alone = sparse_mla_neighbours.alone(most, facts)
     defines = sparse_mla.definitions("v32_fp8", facts) | {"GATE": sparse_mla_launch.NOT_SHARING}
-    check_few_heads(sm, (sparse_mla.SOURCE, "attend"), alone, alone.shared_bytes("v32_fp8"), defines)
+    for heads in (8, most):
+        alone = sparse_mla_neighbours.alone(heads, facts)
+        check_few_heads(sm, (sparse_mla.SOURCE, "attend"), alone, alone.shared_bytes("v32_fp8"), defines)
 
 
 @pytest.mark.parametrize("sm", [*ARCHITECTURES, 100])

@@ -102,10 +102,10 @@ def test_without_clusters_another_kernel_adds_up_any_number_of_shares():
     ("rows", "room", "blocks"),
     [
         (1, 132, 1),
-        (132, 132, 132),  # an SM each
+        (132, 132, 132),  # a block each
         (133, 132, 67),  # two each, by as few blocks
         (512, 132, 128),
-        (4096, 132, 512),  # eight each: 32 at most by an SM, as with one each
+        (4096, 132, 512),  # eight each: 32 at most one after the other, as with one each
         (8192, 132, 1171),  # seven each: 63
         (4096, 1, 512),
     ],
@@ -165,7 +165,7 @@ def test_portable_blocks_that_fit(sm, left_out, layout):
     one_block = shared_memory_per_block(sm)
     fit = [one.shared_bytes(layout) <= one_block for one in sparse_mla.PORTABLE_VARIANTS]
     assert [number for number, one in enumerate(fit) if not one] == left_out
-    for one in sparse_mla.PORTABLE_VARIANTS:
+    for one in (one for one in sparse_mla.PORTABLE_VARIANTS if one.takes(layout)):
         assert one.blocks == 1 or resident_blocks(one.shared_bytes(layout), one_block) >= one.blocks
 
 

@@ -11,8 +11,8 @@
 //                 scale is summed and then multiplied by it; the parts of the values add up in shared memory, where each
 //                 has a sum of its own, or two share one.
 //   P = exp(S)    a warp has all keys of its heads, two keys a lane.
-//   O = V^T P     of 8 warps, warp w: values 64 w to 64 w + 63 of every row; P is multiplied by the scales that these
-//                 values have, relative to `reference` below, as it is read.
+//   O = V^T P     a warp has 64 or, of 4 warps, 128 neighbouring values of every row, which have one scale a row; P is
+//                 multiplied by these scales, relative to `reference` below, as it is read.
 //
 // Why float16: a query row is divided by a power of two that brings its largest value to 2^8, and a scale
 // by the largest of that tile so far, rounded up to a power of two ("reference"): both exact. What is lost

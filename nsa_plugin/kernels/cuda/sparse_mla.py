@@ -45,7 +45,8 @@ class Variant(FewHeadsVariant):
         group: neighbouring query rows of a block, which share the tiles and the union of their entries.
         value_parts: of a row in Q K^T; a warp takes one.
         sums: of S in shared memory: one for each of the parts of a row's values, or for two.
-        head_parts: in Q K^T, 1: a warp takes half of the keys and all heads; 2: all keys and half of the heads.
+        head_parts: in Q K^T, 1: a warp takes all heads; 2: half of them. The warps that take the same values and heads
+            share the keys.
     """
 
     held: int
@@ -61,7 +62,7 @@ class Variant(FewHeadsVariant):
 
     @property
     def steps(self) -> int:
-        """Of 16 fp8-multiplied values, of a warp in Q K^T."""
+        """Steps of 16 values that a warp takes in Q K^T, without V3.2's RoPE part."""
         return 32 // self.value_parts
 
     @property
@@ -71,7 +72,7 @@ class Variant(FewHeadsVariant):
         return super().definitions | parts | {"HELD": self.held, "GROUP": self.group, "SUMS": self.sums}
 
     def takes(self, layout: str) -> bool:
-        """Whether a warp's values of the output have one scale."""
+        """Whether the form reads a cache layout: a warp's values of the output must have one scale."""
         return layout == V32_FP8.name or self.warps == 8
 
     def shared_bytes(self, layout: str) -> int:
@@ -106,9 +107,9 @@ PORTABLE_VARIANTS = (
     Variant(tiles=8, blocks=1, held=3, keys=32, stages=3, head_parts=2),
     Variant(tiles=8, blocks=1, held=8, keys=32, stages=3, head_parts=2, sums=2),
 )
-"""For other GPUs than SM90: the fastest of those tried on an H100 and an H200. The first, two blocks of an SM, does not
-take V4. With 16 heads rows in turn and two blocks of four warps were slower. The last but one needs more shared memory
-than the 99 KiB of SM86."""
+"""For other GPUs than SM90: the fastest of those tried on an H100 and an H200. The first has two blocks an SM and does
+not read V4's caches. With 16 heads rows in turn, and two blocks of four warps, were slower. The last but one needs
+more shared memory than the 99 KiB of SM86."""
 
 
 ALONE = (
@@ -120,8 +121,8 @@ ALONE = (
 
 @functools.cache
 def possible_variants(heads: int, layout: str, facts: DeviceFacts) -> Mapping[Variant, int]:
-    """Those that calls with this many query heads may use on a device, first those of blocks that have an SM alone; and
-    the shared memory of a block in bytes."""
+    """Those that calls with this many query heads may use on a device, in ascending order of their heads (on SM90 first
+    those of blocks that have an SM alone), and the shared memory of a block in bytes."""
     hopper = facts.architecture == HOPPER
     possible: dict[Variant, int] = {}
     for known in (ALONE, VARIANTS) if hopper else (PORTABLE_VARIANTS,):

@@ -31,7 +31,7 @@
 #define WARPS 8  // of a block, that multiply
 #endif
 #ifndef PRODUCERS
-#define PRODUCERS 0  // so many warps more copy, for a block that has an SM alone: a warp that starts copies waits for them
+#define PRODUCERS 0  // so many warps more copy, where registers suffice: a warp that starts copies waits for them
 #endif
 #ifndef IN_TURN
 #define IN_TURN 0  // a block attends several query rows in turn

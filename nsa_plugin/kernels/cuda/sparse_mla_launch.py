@@ -227,7 +227,7 @@ def choose_variant(
         heads: query heads of a row.
         topk: entries of a row, both caches together.
         sms: SMs of the device.
-        variants: the possible ones: those of one block an SM in ascending order, then the others.
+        variants: the possible ones, in ascending order of their heads; on SM90 first those of one block an SM.
         resident: clusters of so many shares that run at once, with a variant; None: there are no clusters.
     """
     steps = -(-topk // KEYS)

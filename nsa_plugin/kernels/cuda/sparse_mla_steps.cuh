@@ -235,7 +235,7 @@ DEVICE bool exponentiate(Shared& shared, int stage, State& state, int warp, int 
     return changed;
 }
 
-// O of a warp's 64 values of every row. `between(n)` is called after the nth part of the products.
+// O of a warp's 16 * VALUE_TILES values of every row. `between(n)` is called after the nth part of the products.
 template <typename Between>
 DEVICE void multiply_values(Shared& shared, int stage, float (&o)[VALUE_TILES][NT][4], bool changed, float reference_change,
                             u32 factors, int warp, int lane, Between between) {

@@ -1,7 +1,7 @@
 // Query rows that a block of few heads attends in turn, where warps of its own copy and there are no bulk copies.
 //
-// Such a block has an SM alone. The warps that copy do not stop at the end of a row: while the others multiply its last
-// keys, write its output and read the next query, the records of the next row are on their way.
+// The warps that copy do not stop at the end of a row: while the others multiply its last keys, write its output and read
+// the next query, the records of the next row are on their way.
 #pragma once
 
 #include "sparse_mla_few.cuh"

@@ -63,8 +63,8 @@ PORTABLE_VARIANTS = (
     UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=2, least_shared=91),
 )
 """For other GPUs: what 99 KiB of shared memory suffice for, one block an SM. With 8 heads the lines cross at 84% (8,192
-tokens of context) and 94% (65,536), with 16 at 90 and 91%; with 32 heads unions are slower where 95% are shared (record
-`docs/benchmarks/h200/portable-sparse-mla-prefill`)."""
+tokens of context) and 93% (65,536), and 89 lies between; with 16 at 90 and 91%. With 32 heads unions are slower where
+95% are shared (record `docs/benchmarks/h200/portable-sparse-mla-prefill`)."""
 
 
 def variant_for(heads: int, facts: DeviceFacts) -> UnionVariant:
