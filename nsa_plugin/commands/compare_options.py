@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nsa_plugin.commands.arguments import option, positive, positives, seconds, switch
-from nsa_plugin.tools.checkpoints.v32 import QUANTIZATIONS
+from nsa_plugin.tools.checkpoints.quantized import QUANTIZATIONS
 from nsa_plugin.tools.compare.load import SPEED_CASES, USUAL_OUTPUT
 from nsa_plugin.tools.compare.measured import CONTROL, PLUGIN, STOCK
 from nsa_plugin.tools.compare.model import SPEC, SPEC_GLM, SPEC_V4
@@ -111,7 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(model, "--layers N", _layers, layers)
     width = "use the model's widths outside attention too, so that attention's share of a prefill is realistic"
     switch(model, "--full-width", f"{width} (v4 has them)")
-    stored = "weights in fp8 as in DeepSeek-V3.2's checkpoint, or routed experts in INT4 (bf16; v4 is always fp8)"
+    stored = (
+        "weights in fp8 as in DeepSeek-V3.2's checkpoint, or routed experts in INT4 as compressed-tensors (int4), GPTQ "
+        "or AWQ store them (bf16; v4 is always fp8)"
+    )
     model.add_argument("--quantization", choices=QUANTIZATIONS, help=stored)
     switch(model, "--mtp", "add a multi-token prediction layer for speculative decoding")
     option(model, "--context TOKENS", positive, f"longest prompt ({USUAL_CONTEXT})")

@@ -24,21 +24,12 @@ from nsa_plugin.tools.checkpoints.common import (
     write_files,
     yarn,
 )
-from nsa_plugin.tools.checkpoints.quantized import (
-    FP8,
-    FP8_CONFIG,
-    GROUP,
-    INT4,
-    INT4_EXPERTS_CONFIG,
-    fp8_blocks,
-    int4_groups,
-)
+from nsa_plugin.tools.checkpoints.quantized import CONFIGS, FP8, GROUP, OF_EXPERTS, QUANTIZATIONS, stored
 
 if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "bfloat16")
-QUANTIZATIONS = (FP8, INT4)
 # Share of a layer's latent projections that it has in common with the layer whose selection it reuses: training shares
 # a selection between layers that attend alike, so that what was selected has the weight.
 SHARED_SELECTION = 0.98
@@ -69,8 +60,8 @@ class CheckpointSpec:
     Attributes:
         seed: of the weights; the same spec gives the same bytes on every machine.
         dtype: of the stored weights, "float32" or "bfloat16".
-        quantization: "fp8" for the linear layers of attention, its indexer and the experts, "int4" for the routed
-            experts, see `quantized`; empty: all are stored in `dtype`.
+        quantization: one of `QUANTIZATIONS`, see `quantized`: "fp8" for the linear layers of attention, its indexer and
+            the experts, the others for the routed experts; empty: all are stored in `dtype`.
         sparse: with the indexer (DeepseekV32ForCausalLM), or the same model without it (DeepseekV3ForCausalLM).
         glm: GLM-5's architecture and config keys (GlmMoeDsaForCausalLM).
         index_topk_pattern: a letter for each layer, "F" for its own selection and "S" for the previous one's; empty:
@@ -167,7 +158,6 @@ class CheckpointSpec:
             architecture, model_type = f"Deepseek{number}ForCausalLM", f"deepseek_{number.lower()}"
             scaling = yarn(self, mscale=self.rope_mscale, mscale_all_dim=self.rope_mscale_all_dim)
             rope = {"rope_scaling": None if self.rope_factor == 1.0 else scaling}
-        stored = {FP8: FP8_CONFIG, INT4: INT4_EXPERTS_CONFIG}.get(self.quantization)
         return config_of(
             self,
             left_out,
@@ -179,7 +169,7 @@ class CheckpointSpec:
             **rope,
             ep_size=1,
             torch_dtype=self.dtype,
-            **({"quantization_config": stored} if stored else {}),
+            **({"quantization_config": CONFIGS[self.quantization]} if self.quantization else {}),
         )
 
     def selects(self, layer: int) -> int:
@@ -195,8 +185,8 @@ def write_checkpoint(directory: Path, spec: CheckpointSpec) -> Path:
 def make_weights(spec: CheckpointSpec) -> dict[str, torch.Tensor]:
     """All tensors of the checkpoint by name, in `spec.dtype` (the router's bias is float32, as published).
 
-    With a quantization a linear layer X is X.weight and X.weight_scale_inv (fp8), or X.weight_packed, X.weight_scale
-    and X.weight_shape (INT4).
+    With a quantization a linear layer X is X.weight and X.weight_scale_inv (fp8), X.weight_packed, X.weight_scale and
+    X.weight_shape (int4), or X.qweight, X.qzeros, X.scales (gptq, awq) and X.g_idx (gptq).
     """
     import torch
 
@@ -207,13 +197,14 @@ def make_weights(spec: CheckpointSpec) -> dict[str, torch.Tensor]:
     if spec.num_nextn_predict_layers:
         make.nextn(spec.num_hidden_layers)
     dtype = getattr(torch, spec.dtype)
-    stored: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
     for name, tensor in make.tensors.items():
         if _is_quantized(name, spec.quantization):
-            stored |= _quantized(name.removesuffix(".weight"), tensor, spec.quantization)
+            layer_name = name.removesuffix("weight")
+            found |= {layer_name + part: one for part, one in stored(tensor, spec.quantization).items()}
         else:
-            stored[name] = tensor.to(torch.float32 if name.endswith("e_score_correction_bias") else dtype)
-    return stored
+            found[name] = tensor.to(torch.float32 if name.endswith("e_score_correction_bias") else dtype)
+    return found
 
 
 # Those that deepseek-ai/DeepSeek-V3.2 has in fp8.
@@ -227,19 +218,7 @@ _FP8_LINEARS = (
 def _is_quantized(name: str, quantization: str) -> bool:
     if quantization == FP8:
         return name.split(".")[-2] in _FP8_LINEARS
-    return quantization == INT4 and ".mlp.experts." in name
-
-
-def _quantized(name: str, weight: torch.Tensor, quantization: str) -> dict[str, torch.Tensor]:
-    """The tensors that store a linear layer, by name."""
-    import torch
-
-    if quantization == FP8:
-        codes, scale = fp8_blocks(weight)
-        return {f"{name}.weight": codes, f"{name}.weight_scale_inv": scale}
-    words, scale = int4_groups(weight)
-    shape = torch.tensor(weight.shape)
-    return {f"{name}.weight_packed": words, f"{name}.weight_scale": scale, f"{name}.weight_shape": shape}
+    return quantization in OF_EXPERTS and ".mlp.experts." in name
 
 
 class _V32Weights(SeededWeights):

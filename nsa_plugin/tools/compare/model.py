@@ -79,7 +79,7 @@ _SHOWN = (
     *("n_routed_experts", "num_experts_per_tok", "num_nextn_predict_layers", "vocab_size", "torch_dtype"),
 )
 # Of a `quantization_config`: the names of modules, which may be hundreds.
-_MODULES = ("ignore", "modules_to_not_convert")
+_MODULES = ("ignore", "modules_to_not_convert", "dynamic")
 _SHOWN_MORE = {
     V4: ("head_dim", "o_lora_rank", "o_groups", "sliding_window", "compress_ratios"),
     GLM: ("index_topk_pattern",),

@@ -316,12 +316,17 @@ def test_full_width_is_a_checkpoint_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("family", ["v3.2", "glm"])
-def test_quantised_weights_make_a_checkpoint_of_their_own_and_are_in_the_record(family: str) -> None:
-    plain, int4 = (model.spec_of(family, 16, 4, mtp=False, quantization=stored) for stored in (None, "int4"))
-    assert model.checkpoint_name(int4) == model.checkpoint_name(plain).replace("-16heads", "-int4-16heads")
-    stored = model.shown(int4.config())["quantization_config"]
-    assert stored["format"] == "pack-quantized"
-    assert "ignore" not in stored
+@pytest.mark.parametrize(
+    ("quantization", "named"), [("int4", "ignore"), ("gptq", "dynamic"), ("awq", "modules_to_not_convert")]
+)
+def test_quantised_weights_make_a_checkpoint_of_their_own_and_are_in_the_record(
+    quantization: str, named: str, family: str
+) -> None:
+    plain, made = (model.spec_of(family, 16, 4, mtp=False, quantization=stored) for stored in (None, quantization))
+    assert model.checkpoint_name(made) == model.checkpoint_name(plain).replace("-16heads", f"-{quantization}-16heads")
+    stored = made.config()["quantization_config"]
+    assert len(stored[named]) > 1
+    assert model.shown(made.config())["quantization_config"] == {k: v for k, v in stored.items() if k != named}
     assert "quantization_config" not in model.shown(plain.config())
 
 
