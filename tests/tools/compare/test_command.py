@@ -282,7 +282,7 @@ def test_a_prompt_that_stock_answers_or_the_plugin_does_not(
         ("--layers 4,x", "'4,x' is not a list of compress ratios"),
         ("--family v4 --full-width", "--full-width is not for --family v4"),
         ("--family v4 --quantization fp8", "--quantization is not for --family v4, whose checkpoint is in fp8"),
-        ("--quantization awq", "invalid choice: 'awq'"),
+        ("--quantization nf4", "invalid choice: 'nf4'"),
         ("--family v4 --context 524000", "the model's longest position allows 523776"),
     ],
 )
