@@ -201,7 +201,7 @@ FAULTS_BETWEEN_ROWS = {
 @pytest.mark.usefixtures("two_sms")
 def test_a_fault_between_rows_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_on_cpu, "edits", FAULTS_BETWEEN_ROWS[fault])
-    # V3.2's form has 32 keys, which are one half.
+    # V3.2's form takes 32 keys at a time, of which this fault leaves none out; V4's takes 64, and V3.2 may use it.
     keys = 64 if fault == "half a block" else 32
     variant = next(one for one in sparse_mla.PORTABLE_VARIANTS if one.in_turn and one.keys == keys)
     attend = partial(sparse_mla.attend, variant=variant)

@@ -95,6 +95,9 @@ def test_without_clusters_another_kernel_adds_up_any_number_of_shares():
     variants = sparse_mla.possible_variants(8, "v32_fp8", facts)
     assert sparse_mla_launch.choose_variant(8, 8, 2048, 132, variants)[1] == 16
     assert sparse_mla_launch.choose_variant(33, 8, 2048, 132, variants)[1] == 8, "two blocks an SM"
+    of_v4 = sparse_mla.possible_variants(8, "v4_fp8", facts)
+    assert sparse_mla_launch.choose_variant(16, 8, 2048, 132, of_v4)[1] == 8, "one block an SM"
+    assert sparse_mla_launch.choose_variant(16, 8, 2048, 132, of_v4, lambda variant, shares: 5)[1] == 2
     assert sparse_mla_launch.choose_variant(33, 8, 2048, 132, variants, lambda variant, shares: 5)[1] == 2
 
 

@@ -1,6 +1,6 @@
-// What sparse_mla.cu and sparse_mla_rows.cu have in common. Both attend a query token with a block of WARPS warps and few heads,
-// KEYS keys at a time: keys are the rows of the matrix products and heads their columns. Here is how such a block is cut,
-// how it meets and starts its copies, and how it writes what it found; they differ in what they multiply.
+// What sparse_mla.cu and sparse_mla_rows.cu have in common. Both attend a query token with a block of WARPS warps and few
+// heads, KEYS keys at a time: keys are the rows of the matrix products and heads their columns. Here is how such a block is
+// cut, how it meets and starts its copies, and how it writes what it found; they differ in what they multiply.
 #pragma once
 
 #ifndef NT

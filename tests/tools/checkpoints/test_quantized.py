@@ -54,7 +54,9 @@ def test_compressed_tensors_reads_int4() -> None:
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     weight = some_weight(64, 3 * GROUP)
     tensors, (codes, scale) = stored(weight, "int4"), int4_codes(weight)
-    values = helpers.unpack_from_int32(tensors["weight_packed"], 4, torch.Size(tensors["weight_shape"]))
+    packed = tensors["weight_packed"]
+    assert (packed.dtype, packed.shape) == (torch.int32, (64, 3 * GROUP // 8))
+    values = helpers.unpack_from_int32(packed, 4, torch.Size(tensors["weight_shape"]))
     assert torch.equal(values + 8, codes)
     assert torch.equal(tensors["weight_scale"], scale)
 
