@@ -97,8 +97,15 @@ class Variant(FewHeadsVariant):
         return sum(parts)
 
 
-# `held` as measured: 4 leaves 16 heads the registers that they lack.
-VARIANTS = (Variant(tiles=1, blocks=2, held=8), Variant(tiles=2, blocks=2, held=4), Variant(tiles=4, blocks=1, held=8))
+VARIANTS = (
+    Variant(tiles=1, blocks=2, held=16, warps=4, value_parts=2, sums=2),
+    Variant(tiles=1, blocks=2, held=8),
+    Variant(tiles=2, blocks=2, held=12, warps=4, value_parts=2, sums=2),
+    Variant(tiles=2, blocks=2, held=4),
+    Variant(tiles=4, blocks=1, held=8),
+)
+"""For SM90. Blocks of four warps are faster, and do not read V4's caches. `held` as measured: 12 and 4 leave 16 heads
+the registers that they lack."""
 PORTABLE_VARIANTS = (
     Variant(tiles=1, blocks=2, held=16, warps=4, keys=32, value_parts=2, sums=2, producers=2, in_turn=True),
     Variant(tiles=1, blocks=1, held=8, producers=2, in_turn=True),
