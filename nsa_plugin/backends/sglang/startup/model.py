@@ -127,8 +127,16 @@ def unserved_weights(server_args: Any, sm: int) -> str:
     ):
         return (
             "the checkpoint is AWQ with attention left unquantised, which SGLang 0.5.23 cannot load: it joins q_a_proj "
-            "and kv_a_proj_with_mqa along the wrong dimension (sglang #28305). Give it one in GPTQ or "
-            "compressed-tensors"
+            "and kv_a_proj_with_mqa along the wrong dimension (sglang #28305). Give it one in compressed-tensors"
+        )
+    if (
+        stored.get("quant_method") == "gptq"
+        and config.get("n_routed_experts")
+        and getattr(server_args, "dtype", "auto") not in ("half", "float16")
+    ):
+        return (
+            "the checkpoint is GPTQ, whose experts' scales SGLang 0.5.23 holds in float16, while its kernel wants the "
+            "activations' bfloat16 (sglang #20599). Give it one in compressed-tensors"
         )
     return ""
 

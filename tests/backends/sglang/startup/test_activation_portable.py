@@ -121,12 +121,43 @@ def test_awq_without_attention_is_warned_of(
     assert all("sglang #28305" in one and "compressed-tensors" in one for one in said)
 
 
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize(
+    ("more", "dtype", "warns"),
+    [
+        ({}, None, True),
+        ({}, "auto", True),
+        ({}, "bfloat16", True),
+        ({}, "half", False),
+        ({}, "float16", False),
+        ({"n_routed_experts": None}, "auto", False),
+        ({"index_topk": None}, "auto", False),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "auto", False),
+    ],
+    ids=str,
+)
+def test_gptq_experts_are_warned_of(
+    process: SglangProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    sm: int,
+    more: dict[str, Any],
+    dtype: str | None,
+    warns: bool,
+) -> None:
+    config = {"quantization_config": {"quant_method": "gptq"}} | more
+    said = _said_of_weights(process, monkeypatch, caplog, sm, config, **({"dtype": dtype} if dtype else {}))
+    assert len(said) == warns
+    assert all("sglang #20599" in one and "compressed-tensors" in one for one in said)
+
+
 def _said_of_weights(
     process: SglangProcess,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     sm: int,
     more: dict[str, Any],
+    **arguments: str,
 ) -> list[str]:
     """What is logged before serving, which is asked for twice, of a model whose configuration has `more`."""
     process.ledger.version = Version("0.5.23")
@@ -136,7 +167,9 @@ def _said_of_weights(
     on(monkeypatch, sm)
     PassedFlags({"enabled": "true"}, {}).write()
     for _ in range(2):
-        process.check_before_serving(SimpleNamespace(model_path="checkpoint", device="cuda", use_ray=False))
+        process.check_before_serving(
+            SimpleNamespace(model_path="checkpoint", device="cuda", use_ray=False, **arguments)
+        )
     return [one.getMessage() for one in caplog.records]
 
 
