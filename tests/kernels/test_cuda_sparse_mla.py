@@ -149,10 +149,11 @@ def test_variants_by_the_shared_memory_of_a_block(sm, layout, heads, tiles):
     assert [one.tiles for one in found] == tiles
     if sm != 90 and tiles[-1] == 8:
         assert found[-1].sums == (4 if sm == 80 else 2), "where shared memory suffices, no two sums share theirs"
-    shared = next(one for one in found if not one.eager)
-    assert shared.warps == (4 if layout == "v32_fp8" else 8), (
+    warps = 4 if layout == "v32_fp8" else 8
+    assert next(one for one in found if not one.eager).warps == warps, (
         "V4 has a scale for as many values as one of 8 warps takes"
     )
+    assert all(one.warps == warps for one in found if one.blocks == 2), "of blocks that share an SM"
 
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
