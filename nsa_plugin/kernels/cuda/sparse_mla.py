@@ -104,8 +104,9 @@ VARIANTS = (
     Variant(tiles=2, blocks=2, held=4),
     Variant(tiles=4, blocks=1, held=8),
 )
-"""For SM90. Blocks of four warps are faster, and do not read V4's caches. `held` as measured: 12 and 4 leave 16 heads
-the registers that they lack."""
+"""For SM90. With 8 and 16 heads V3.2's records take blocks of four warps, which are faster in prefills and about level
+in decode steps; V4's take those of eight, because a warp's values must have one scale. `held` as measured: 12 and 4
+leave 16 heads the registers that they lack."""
 PORTABLE_VARIANTS = (
     Variant(tiles=1, blocks=2, held=16, warps=4, keys=32, value_parts=2, sums=2, producers=2, in_turn=True),
     Variant(tiles=1, blocks=1, held=8, producers=2, in_turn=True),

@@ -49,7 +49,7 @@ class Limits(NamedTuple):
     Attributes:
         heads: most of them. With more, unions are slower, or barely faster, at any overlap.
         rows: fewest query tokens of a batch. The sample and the kernels that end at once take as long whatever the
-            batch: on an SM90, by the record, 8% of the time of 512 query tokens.
+            batch: on an SM90, by the record, 9% of the time of 512 query tokens.
     """
 
     heads: int

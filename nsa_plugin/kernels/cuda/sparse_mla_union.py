@@ -57,7 +57,8 @@ class UnionVariant(Variant):
 HOPPER_VARIANTS = (UnionVariant(tiles=2, blocks=2, held=4, group=2, least_shared=52),)
 """For SM90, in ascending order of the heads that a block takes; with more, blocks copy a union once for each of them.
 With 8 heads the lines cross at 50% (65,536 tokens of context) and 54% (8,192), by the record
-`docs/benchmarks/h200/sparse-mla-prefill`. Unions of four, which it no longer has, were slower with any overlap."""
+`docs/benchmarks/h200/sparse-mla-prefill`, which has tokens alone with random selections only. Unions of four, which
+that record no longer has, were slower with any overlap."""
 PORTABLE_VARIANTS = (
     UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=4, least_shared=89),
     UnionVariant(tiles=4, blocks=1, held=8, keys=32, stages=3, group=2, least_shared=91),

@@ -109,7 +109,8 @@ def is_sparse(server_args: Any) -> bool:
 
 
 def unserved_weights(server_args: Any, sm: int) -> str:
-    """Return which weights of a model with sparse attention SGLang will fail to load, later and less clearly. Or ""."""
+    """Return which weights of a model with sparse attention SGLang cannot load or run, which it says later and less
+    clearly. Or ""."""
     config = config_of(server_args)
     stored = config.get("quantization_config") or {}
     if not has_sparse_attention(config):
@@ -129,14 +130,19 @@ def unserved_weights(server_args: Any, sm: int) -> str:
             "the checkpoint is AWQ with attention left unquantised, which SGLang 0.5.23 cannot load: it joins q_a_proj "
             "and kv_a_proj_with_mqa along the wrong dimension (sglang #28305). Give it one in compressed-tensors"
         )
+    dtype = getattr(server_args, "dtype", "auto")
+    if dtype == "auto":
+        dtype = config.get("dtype") or config.get("torch_dtype")
     if (
         stored.get("quant_method") == "gptq"
         and config.get("n_routed_experts")
-        and getattr(server_args, "dtype", "auto") not in ("half", "float16")
+        and dtype == "bfloat16"
+        and getattr(server_args, "quantization", None) != "moe_wna16"  # other kernels, whose scales are in bfloat16
     ):
         return (
-            "the checkpoint is GPTQ, whose experts' scales SGLang 0.5.23 holds in float16, while its kernel wants the "
-            "activations' bfloat16 (sglang #20599). Give it one in compressed-tensors"
+            "the checkpoint's experts are in GPTQ, which do not run in bfloat16 under SGLang 0.5.23: it holds their "
+            "scales in float16, and its kernel requires the activations' dtype (sglang #20599). Give it one in "
+            "compressed-tensors"
         )
     return ""
 

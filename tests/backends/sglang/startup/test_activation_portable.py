@@ -123,16 +123,20 @@ def test_awq_without_attention_is_warned_of(
 
 @pytest.mark.parametrize("sm", [80, 90])
 @pytest.mark.parametrize(
-    ("more", "dtype", "warns"),
+    ("more", "arguments", "warns"),
     [
-        ({}, None, True),
-        ({}, "auto", True),
-        ({}, "bfloat16", True),
-        ({}, "half", False),
-        ({}, "float16", False),
-        ({"n_routed_experts": None}, "auto", False),
-        ({"index_topk": None}, "auto", False),
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "auto", False),
+        ({}, {}, True),
+        ({}, {"dtype": "auto"}, True),
+        ({"torch_dtype": None, "dtype": "bfloat16"}, {"dtype": "auto"}, True),
+        ({"torch_dtype": "float16"}, {"dtype": "bfloat16"}, True),
+        ({"torch_dtype": "float16"}, {"dtype": "auto"}, False),
+        ({}, {"dtype": "half"}, False),
+        ({}, {"dtype": "float16"}, False),
+        ({}, {"quantization": "gptq_marlin"}, True),
+        ({}, {"quantization": "moe_wna16"}, False),
+        ({"n_routed_experts": None}, {}, False),
+        ({"index_topk": None}, {}, False),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, {}, False),
     ],
     ids=str,
 )
@@ -142,11 +146,11 @@ def test_gptq_experts_are_warned_of(
     caplog: pytest.LogCaptureFixture,
     sm: int,
     more: dict[str, Any],
-    dtype: str | None,
+    arguments: dict[str, str],
     warns: bool,
 ) -> None:
-    config = {"quantization_config": {"quant_method": "gptq"}} | more
-    said = _said_of_weights(process, monkeypatch, caplog, sm, config, **({"dtype": dtype} if dtype else {}))
+    config = {"quantization_config": {"quant_method": "gptq"}, "torch_dtype": "bfloat16"} | more
+    said = _said_of_weights(process, monkeypatch, caplog, sm, config, **arguments)
     assert len(said) == warns
     assert all("sglang #20599" in one and "compressed-tensors" in one for one in said)
 
