@@ -112,17 +112,18 @@ def unserved_weights(server_args: Any, sm: int) -> str:
     """Return which weights of a model with sparse attention SGLang cannot load or run, which it says later and less
     clearly. Or ""."""
     config = config_of(server_args)
-    stored = config.get("quantization_config") or {}
     if not has_sparse_attention(config):
         return ""
-    if stored.get("quant_method") == "fp8" and config.get("n_routed_experts") and 80 <= sm < FIRST_WITH_FP8:
+    stored = config.get("quantization_config") or {}
+    method = stored.get("quant_method")
+    if method == "fp8" and config.get("n_routed_experts") and 80 <= sm < FIRST_WITH_FP8:
         return (
             f"the checkpoint has fp8 experts, for which SGLang has no kernels on {name_of(sm)} (sglang #12887): give "
             "it one with INT4 experts"
         )
     # DeepSeek-V4 has other projections.
     if (
-        stored.get("quant_method") == "awq"
+        method == "awq"
         and config.get("kv_lora_rank")
         and _keeps_attention(config, stored.get("modules_to_not_convert") or ())
     ):
@@ -130,13 +131,10 @@ def unserved_weights(server_args: Any, sm: int) -> str:
             "the checkpoint is AWQ with attention left unquantised, which SGLang 0.5.23 cannot load: it joins q_a_proj "
             "and kv_a_proj_with_mqa along the wrong dimension (sglang #28305). Give it one in compressed-tensors"
         )
-    dtype = getattr(server_args, "dtype", "auto")
-    if dtype == "auto":
-        dtype = config.get("dtype") or config.get("torch_dtype")
     if (
-        stored.get("quant_method") == "gptq"
+        method == "gptq"
         and config.get("n_routed_experts")
-        and dtype == "bfloat16"
+        and _activations(server_args, config) == "bfloat16"
         and getattr(server_args, "quantization", None) != "moe_wna16"  # other kernels, whose scales are in bfloat16
     ):
         return (
@@ -145,6 +143,12 @@ def unserved_weights(server_args: Any, sm: int) -> str:
             "compressed-tensors"
         )
     return ""
+
+
+def _activations(server_args: Any, config: Mapping[str, Any]) -> str | None:
+    """The dtype that raw arguments ask for, or that of the checkpoint; None if neither names one."""
+    given = getattr(server_args, "dtype", "auto")
+    return given if given != "auto" else config.get("dtype") or config.get("torch_dtype")
 
 
 def _keeps_attention(config: Mapping[str, Any], kept: Iterable[str]) -> bool:
