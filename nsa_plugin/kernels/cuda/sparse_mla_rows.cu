@@ -5,7 +5,8 @@
 // of up to 8 * NT heads, KEYS keys at a time, keys as rows of the matrix products (mma.m16n8k16) and heads as columns. There is
 // nothing to convert: rows are copied to shared memory as they are and read from there by the tensor cores' loads.
 //
-//   S = K Q^T     warp (quarter, half): a quarter of the row's values, half of the keys. Quarters add up in shared memory.
+//   S = K Q^T     a warp has a quarter or half of the row's values, half of the keys, and all heads or half of them. The
+//                 parts of the values add up in shared memory.
 //   P = exp(S)    all keys of a column, by a warp or a part of one.
 //   O = V^T P     warp w: values 64 w to 64 w + 63 of every row.
 //
@@ -65,10 +66,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
 #pragma unroll
     for (int k = 0; k < STAGES; ++k) slots[k] = copies ? slot_of(begin + k, i) : -1;
     int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
-    int quarter = member & 3, part = member >> 2;
-    u32 query[STEPS][NT][2];
+    Part part(member);
+    u32 query[STEPS][QUERY_TILES][2];
     auto read = [&]() {
-        read_query(query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, quarter, lane);
+        read_query(query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, part, lane);
     };
     if (!PRODUCERS) read();
     name_nothings<COPIED>(shared, zeros);
@@ -104,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
 
     for (int block = begin; block < end; ++block) {
         barrier_wait(shared_address(&shared.full[stage]), parity);
-        multiply_queries(shared, own, stage, query, quarter, part, lane);
+        multiply_queries(shared, own, stage, query, part, lane);
         // S is there, and nobody of the team reads P or the stage before any more.
         meet(team);
         if (!PRODUCERS && block - begin >= TEAMS && block + STAGES - TEAMS < end) {

@@ -43,10 +43,14 @@ class RowsVariant(FewHeadsVariant):
 
     Attributes:
         teams: of the warps that multiply: each has `tiles` of its own, and while one exponentiates, another multiplies.
-        sums: of Q K^T in shared memory: one for each quarter of a row's values, or for two.
+        value_parts: of a row in Q K^T; a warp takes one.
+        head_parts: in Q K^T, 1: a warp takes all heads of its team; 2: half of them.
+        sums: of Q K^T in shared memory: one for each of the parts of a row's values, or for two.
     """
 
     teams: int = 1
+    value_parts: int = 4
+    head_parts: int = 1
     sums: int = 4
 
     @property
@@ -57,7 +61,8 @@ class RowsVariant(FewHeadsVariant):
     @property
     def definitions(self) -> dict[str, int]:
         """Of the source's preprocessor."""
-        return super().definitions | {"TEAMS": self.teams, "SUMS": self.sums}
+        parts = {"VALUE_PARTS": self.value_parts, "HEAD_PARTS": self.head_parts}
+        return super().definitions | parts | {"TEAMS": self.teams, "SUMS": self.sums}
 
     @property
     def shared_bytes(self) -> int:
@@ -80,8 +85,8 @@ VARIANTS = tuple(RowsVariant(tiles=tiles, blocks=1, producers=4, eager=True) for
 PORTABLE_VARIANTS = (
     RowsVariant(tiles=1, keys=32, blocks=1, stages=8, producers=2, in_turn=True),
     RowsVariant(tiles=1, keys=32, blocks=1, stages=5, producers=2, in_turn=True),
-    RowsVariant(tiles=2, keys=32, blocks=1, stages=8, producers=2, in_turn=True),
-    RowsVariant(tiles=2, keys=32, blocks=1, stages=5, producers=2, in_turn=True, sums=2),
+    RowsVariant(tiles=2, keys=32, blocks=1, stages=8, producers=2, in_turn=True, value_parts=2, head_parts=2, sums=2),
+    RowsVariant(tiles=2, keys=32, blocks=1, stages=5, producers=2, in_turn=True, value_parts=2, head_parts=2, sums=2),
     RowsVariant(tiles=4, keys=32, blocks=1),
     RowsVariant(tiles=4, keys=16, blocks=1, stages=4, teams=2),
 )

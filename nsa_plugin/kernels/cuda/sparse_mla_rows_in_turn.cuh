@@ -26,12 +26,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     }
 
     Team& team = shared.teams[0];
-    int quarter = warp & 3, part = warp >> 2, first_head = HEADS * blockIdx.y;
+    Part part(warp);
+    int first_head = HEADS * blockIdx.y;
     Own own = {(int)blockIdx.x, 1, first_head, min(HEADS, heads - first_head), (int)blockIdx.z, gridDim.z == 1, false};
     Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partial_out, partials, rows, heads};
-    u32 query[STEPS][NT][2];
+    u32 query[STEPS][QUERY_TILES][2];
     auto read_own_query = [&] {
-        read_query(query, q + own.first_row * q_row_stride + first_head * q_head_stride, q_head_stride, own.heads, quarter, lane);
+        read_query(query, q + own.first_row * q_row_stride + first_head * q_head_stride, q_head_stride, own.heads, part, lane);
     };
     read_own_query();
     Turn turn;
@@ -46,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
             for (int unit = 0; unit < UNITS; ++unit)
                 barrier_wait(shared_address(&shared.full[turn.stage(unit)]), turn.round(unit) & 1);
             is_last = shared.kind[stage] != GOES_ON;
-            multiply_queries(shared, team, stage, query, quarter, part, lane);
+            multiply_queries(shared, team, stage, query, part, lane);
             meet();  // S is there, and nobody reads P any more
             bool changed = exponentiate(shared, team, stage, state, scale_log2, warp, lane);
             changed = meet_or(changed);  // P is there, and nobody reads S any more

@@ -4,16 +4,27 @@
 #define LANE_KEYS (NT * KEYS * TEAMS % 64 ? 1 : 2)  // so many that warps take whole columns of S
 #include "sparse_mla_output.cuh"
 
-constexpr int KEY_PARTS = MEMBERS / 4;         // of the keys, in the first product
+// The first product is split over a team's warps: by values into four parts or two, by heads into one or two, by keys into
+// the rest.
+#ifndef VALUE_PARTS
+#define VALUE_PARTS 4
+#endif
+#ifndef HEAD_PARTS
+#define HEAD_PARTS 1
+#endif
+
+constexpr int KEY_PARTS = MEMBERS / VALUE_PARTS / HEAD_PARTS;
 constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, there
-constexpr int STEPS = 9;                       // of 16 values, of a quarter
+constexpr int STEPS = 36 / VALUE_PARTS;        // of 16 values, of a part
+constexpr int QUERY_TILES = NT / HEAD_PARTS;   // tiles of 8 heads a warp, in the first product
 constexpr int COPIED = 1152;                   // bytes of a row
 constexpr int ROW = 1168;                      // bytes between rows in shared memory: 16 modulo 128
 constexpr int UNIT = IN_TURN ? 16 : KEYS;      // rows of a stage
 constexpr int UNITS = KEYS / UNIT;             // stages of a block of keys
 constexpr int ARRIVALS = HOPPER ? COPIERS : (32 + IN_TURN) * COPIERS;  // on a stage's barrier, by a filling
-static_assert(SUMS == 4 || (SUMS == 2 && TEAMS == 1 && KEY_TILES == 1), "two quarters share a sum");
-constexpr int CHAINS = NT * KEY_TILES == 1 ? 3 : 1;  // sums that a tile of S is made in: none waits for another
+static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && TEAMS == 1 && KEY_TILES == 1), "two parts share a sum");
+static_assert(NT % HEAD_PARTS == 0, "warps take whole tiles");
+constexpr int CHAINS = QUERY_TILES * KEY_TILES == 1 ? 3 : 1;  // sums that a tile of S is made in: none waits for another
 
 // Of one team.
 struct Team {
@@ -90,14 +101,23 @@ DEVICE void start_copies(Shared& shared, int stage, int copier, int record, int 
 #endif
 }
 
-// A quarter of the query's values, for all heads of the block, as the products take them. Rows start at multiples of
-// 4 bytes.
-DEVICE void read_query(u32 (&query)[STEPS][NT][2], const u16* q, i64 head_stride, int heads, int quarter, int lane) {
+// What a warp of a team takes in the first product.
+struct Part {
+    int values, keys, heads;
+    DEVICE explicit Part(int member)
+        : values(member % VALUE_PARTS), keys(member / VALUE_PARTS % KEY_PARTS), heads(member / VALUE_PARTS / KEY_PARTS) {}
+    DEVICE int tile(int n) const { return heads * QUERY_TILES + n; }
+    // The barrier of the two warps that share a sum.
+    DEVICE int barrier() const { return 1 + values % SUMS + SUMS * (keys + KEY_PARTS * heads); }
+};
+
+// A warp's part of the query, as the products take it. Rows start at multiples of 4 bytes.
+DEVICE void read_query(u32 (&query)[STEPS][QUERY_TILES][2], const u16* q, i64 head_stride, int heads, Part part, int lane) {
     int g = lane >> 2, t = lane & 3;
 #pragma unroll
-    for (int n = 0; n < NT; ++n) {
-        int head = n * 8 + g;
-        const u16* source = q + head * head_stride + quarter * (16 * STEPS) + 2 * t;
+    for (int n = 0; n < QUERY_TILES; ++n) {
+        int head = part.tile(n) * 8 + g;
+        const u16* source = q + head * head_stride + part.values * (16 * STEPS) + 2 * t;
 #pragma unroll
         for (int s = 0; s < STEPS; ++s)
 #pragma unroll
@@ -114,15 +134,15 @@ DEVICE u32 tile_address(const Shared& shared, int stage, int tile) {
     return shared_address(shared.records[stage_of(stage, tile)]) + (UNIT == KEYS ? tile * (16 * ROW) : 0);
 }
 
-// S of a warp's keys over a quarter of their values.
-DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const u32 (&query)[STEPS][NT][2], int quarter, int part,
+// S of a warp's keys over its part of their values, for its heads.
+DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const u32 (&query)[STEPS][QUERY_TILES][2], Part part,
                              int lane) {
     int g = lane >> 2, t = lane & 3, matrix = lane >> 3;
     // Lanes 16 T + g and 16 T + 8 + g of a fragment are positions 2 l and 2 l + 1: see row_of.
     static_assert(KEY_TILES == 1 || UNIT == KEYS, "a warp's tiles follow each other");
-    u32 address = tile_address(shared, stage, part * KEY_TILES) + row_of(lane & 7, matrix & 1) * ROW + quarter * (32 * STEPS) +
-                  (matrix >> 1) * 16;
-    float sum[CHAINS][KEY_TILES][NT][4] = {};
+    u32 address = tile_address(shared, stage, part.keys * KEY_TILES) + row_of(lane & 7, matrix & 1) * ROW +
+                  part.values * (32 * STEPS) + (matrix >> 1) * 16;
+    float sum[CHAINS][KEY_TILES][QUERY_TILES][4] = {};
     // Two are loaded before the products of the first, which wait for it alone.
     u32 a[2][4];
     ldmatrix(a[0], address);
@@ -131,16 +151,14 @@ DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const u
         int s = i / KEY_TILES, m = i % KEY_TILES, next = i + 1;
         if (next < STEPS * KEY_TILES) ldmatrix(a[next % 2], address + next % KEY_TILES * 16 * ROW + next / KEY_TILES * 32);
 #pragma unroll
-        for (int n = 0; n < NT; ++n) mma_bf16(sum[s % CHAINS][m][n], a[i % 2], query[s][n][0], query[s][n][1]);
+        for (int n = 0; n < QUERY_TILES; ++n) mma_bf16(sum[s % CHAINS][m][n], a[i % 2], query[s][n][0], query[s][n][1]);
     }
-    // The warp with the same keys of the quarter that this one adds to has been here.
-    bool adds = SUMS < 4 && quarter >= SUMS;
-    int barrier = 1 + quarter % SUMS + SUMS * part;
-    if (adds) named_sync(barrier, 64);
+    bool adds = SUMS < VALUE_PARTS && part.values >= SUMS;
+    if (adds) named_sync(part.barrier(), 64);  // the warp with the same keys and heads of the other part has been here
 #pragma unroll
     for (int m = 0; m < KEY_TILES; ++m)
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
+        for (int n = 0; n < QUERY_TILES; ++n) {
             float x[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -148,7 +166,8 @@ DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const u
 #pragma unroll
                 for (int c = 1; c < CHAINS; ++c) x[i] += sum[c][m][n][i];
             }
-            float* s = own.s[quarter % SUMS] + (n * 8 + 2 * t) * S_STRIDE + part * (KEY_TILES * 16) + m * 16 + 2 * g;
+            float* s = own.s[part.values % SUMS] + (part.tile(n) * 8 + 2 * t) * S_STRIDE + part.keys * (KEY_TILES * 16) +
+                       m * 16 + 2 * g;
             if (adds) {
                 float2 before = *(const float2*)s, after = *(const float2*)(s + S_STRIDE);
                 x[0] += before.x, x[2] += before.y, x[1] += after.x, x[3] += after.y;
@@ -156,7 +175,7 @@ DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const u
             *(float2*)s = make_float2(x[0], x[2]);
             *(float2*)(s + S_STRIDE) = make_float2(x[1], x[3]);
         }
-    if (SUMS < 4 && !adds) named_arrive(barrier, 64);
+    if (SUMS < VALUE_PARTS && !adds) named_arrive(part.barrier(), 64);
 }
 
 // P of the step's keys. Returns whether the output so far has to be multiplied by anything but 1 before it grows.
