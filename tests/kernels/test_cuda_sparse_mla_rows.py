@@ -79,10 +79,11 @@ def test_rows_in_turn_have_as_many_stages_as_fit(sm, heads, stages):
 
 def test_warps_in_teams_take_heads_of_their_own():
     """The block has the heads of all its teams; the source is told of both."""
-    variant = sparse_mla_rows.RowsVariant(tiles=4, keys=16, blocks=1, stages=4, teams=2)
+    variant = sparse_mla_rows.RowsVariant(tiles=4, keys=32, blocks=1, stages=2, teams=2, sums=2)
     assert variant.heads == 64
-    block = {"NT": 4, "MIN_BLOCKS": 1, "KEYS": 16, "STAGES": 4, "WARPS": 8, "PRODUCERS": 0, "IN_TURN": 0}
-    assert variant.definitions == block | {"TEAMS": 2, "SUMS": 4}
+    block = {"NT": 4, "MIN_BLOCKS": 1, "KEYS": 32, "STAGES": 2, "WARPS": 8, "PRODUCERS": 0, "IN_TURN": 0}
+    parts = {"VALUE_PARTS": 4, "HEAD_PARTS": 1, "SUMS": 2}
+    assert variant.definitions == block | parts | {"TEAMS": 2}
 
 
 def test_the_host_and_the_source_agree_on_constants():

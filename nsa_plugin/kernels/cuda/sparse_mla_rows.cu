@@ -10,10 +10,6 @@
 //   P = exp(S)    all keys of a column, by a warp or a part of one.
 //   O = V^T P     warp w: values 64 w to 64 w + 63 of every row.
 //
-// Two TEAMS of 4 warps have 8 * NT heads each and read the same rows. They meet apart, so that one can multiply while the
-// other exponentiates. A warp then takes all keys of its quarter in S, and 128 values in O. A stage is filled again two
-// steps later, once all warps have said that they have read it, so that no team waits for the other in a step.
-//
 // Positions and rows: positions 2 l and 2 l + 1 of S and P, l = 8 T + g, belong to rows 16 T + g and
 // 16 T + 8 + (g ^ 4) of shared memory, for the same reasons.
 
@@ -21,11 +17,12 @@
 
 #if IN_TURN
 #include "sparse_mla_rows_in_turn.cuh"
+#elif TEAMS > 1
+#include "sparse_mla_rows_in_teams.cuh"
 #else
-// Attention of query row `blockIdx.x`, for the heads of all teams from HEADS * TEAMS * `blockIdx.y` on, over the share
-// `blockIdx.z` of its entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks
-// of all shares are a cluster, which adds up in the end, or `partial_out` and `partials` hold every share's own for
-// `combine`.
+// Attention of query row `blockIdx.x`, for HEADS heads from HEADS * `blockIdx.y` on, over the share `blockIdx.z` of its
+// entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are a cluster,
+// which adds up in the end, or `partial_out` and `partials` hold every share's own for `combine`.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads, Scope scope,
     const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
@@ -35,10 +32,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     Shared& shared = *(Shared*)memory;
     // Both in ways that the compiler cannot repeat, as it would rather than keep them in registers.
     int warp = __reduce_max_sync(~0u, threadIdx.x >> 5), lane = __shfl_sync(~0u, threadIdx.x, threadIdx.x) & 31;
-    int team = warp % WARPS / MEMBERS, member = warp % MEMBERS;
-    Team& own = shared.teams[team];
-    int row = blockIdx.x, first_head = HEADS * (TEAMS * blockIdx.y + team);
-    int own_heads = min(HEADS, heads - first_head);  // a last block's second team may have none
+    Team& own = shared.teams[0];
+    int row = blockIdx.x, first_head = HEADS * blockIdx.y, own_heads = min(HEADS, heads - first_head);
 
     int length = scope_length(scope, row);
     int all = (length + KEYS - 1) / KEYS, share = (all + gridDim.z - 1) / gridDim.z;
@@ -66,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
 #pragma unroll
     for (int k = 0; k < STAGES; ++k) slots[k] = copies ? slot_of(begin + k, i) : -1;
     int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
-    Part part(member);
+    Part part(warp % WARPS);
     u32 query[STEPS][QUERY_TILES][2];
     auto read = [&]() {
         read_query(query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, part, lane);
@@ -105,56 +100,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
 
     for (int block = begin; block < end; ++block) {
         barrier_wait(shared_address(&shared.full[stage]), parity);
-        multiply_queries(shared, own, stage, query, part, lane);
-        // S is there, and nobody of the team reads P or the stage before any more.
-        meet(team);
-        if (!PRODUCERS && block - begin >= TEAMS && block + STAGES - TEAMS < end) {
-            int freed = stage >= TEAMS ? stage - TEAMS : stage - TEAMS + STAGES;
-            if (EMPTIES) barrier_wait(shared_address(&shared.empty[freed]), stage >= TEAMS ? parity : parity ^ 1);
-            copy(block + STAGES - TEAMS, freed, next);
-            next = slot_of(block + STAGES - TEAMS + 1, i);
+        multiply_queries(shared, own, stage, query, part, 0, lane);
+        // S is there, and nobody reads P or the stage before any more.
+        meet();
+        if (!PRODUCERS && block > begin && block + STAGES - 1 < end) {
+            copy(block + STAGES - 1, stage ? stage - 1 : STAGES - 1, next);
+            next = slot_of(block + STAGES, i);
         }
-        bool changed = exponentiate(shared, own, stage, state, scale_log2, member, lane);
-        changed = meet_or(changed, team);  // P is there, and nobody reads S any more
-        multiply_values(shared, own, stage, o, changed, member, lane);
-        if (EMPTIES) {
+        bool changed = exponentiate(shared, own, stage, state, scale_log2, warp, lane);
+        changed = meet_or(changed);  // P is there, and nobody reads S any more
+        multiply_values(shared, own, stage, o, changed, warp, lane);
+        if (PRODUCERS) {
             __syncwarp();
             if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));
         }
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 
-    meet(team);
+    meet();
     Own place = {row, 1, first_head, own_heads, own_share, is_whole, is_cluster};
     Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partial_out, partials, (int)gridDim.x, heads};
-    finish_heads(own.alpha, own_shares(own), state, place, results, sink, member, lane);
-    meet(team);
+    finish_heads(own.alpha, own_shares(own), state, place, results, sink, warp, lane);
+    meet();
 
-    // The output passes through shared memory, where a cluster reads it, and from which rows are written in one piece: of
-    // one team at a time, once nobody reads records there.
+    // The output passes through shared memory, where a cluster reads it, and from which rows are written in one piece, once
+    // nobody reads records there.
     int g = lane >> 2, t = lane & 3;
     float* own_out = (float*)shared.records;
-#pragma unroll 1
-    for (int turn = 0; turn < TEAMS; ++turn) {
-        if (TEAMS > 1) __syncthreads();
-        if (turn != team) continue;
 #pragma unroll
-        for (int n = 0; n < NT; ++n)
+    for (int n = 0; n < NT; ++n)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                int head = n * 8 + 2 * t + i;
-                float weight = own.alpha[head];
+        for (int i = 0; i < 2; ++i) {
+            int head = n * 8 + 2 * t + i;
+            float weight = own.alpha[head];
 #pragma unroll
-                for (int m = 0; m < VALUE_TILES; ++m) {
-                    float* at = own_out + head * O_STRIDE + member * (16 * VALUE_TILES) + m * 16 + g;
-                    at[0] = weight != 0.f ? o[m][n][i] * weight : 0.f;
-                    at[8] = weight != 0.f ? o[m][n][i + 2] * weight : 0.f;
-                }
+            for (int m = 0; m < VALUE_TILES; ++m) {
+                float* at = own_out + head * O_STRIDE + warp * (16 * VALUE_TILES) + m * 16 + g;
+                at[0] = weight != 0.f ? o[m][n][i] * weight : 0.f;
+                at[8] = weight != 0.f ? o[m][n][i + 2] * weight : 0.f;
             }
-        if (is_cluster) break;
+        }
+    if (!is_cluster) {
         // From here on a warp takes a head and a quarter of its values.
-        meet(team);
-        for (int k = member; k < own_heads * 4; k += MEMBERS) {
+        meet();
+        for (int k = warp; k < own_heads * 4; k += WARPS) {
             int head = k / 4, value = (k % 4) * 128 + lane * 4;
             float4 x = *(const float4*)(own_out + head * O_STRIDE + value);
             if (is_whole) write_values(out, row * out_row_stride + (first_head + head) * out_head_stride + value, x);

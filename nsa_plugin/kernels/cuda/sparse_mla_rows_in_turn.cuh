@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
             for (int unit = 0; unit < UNITS; ++unit)
                 barrier_wait(shared_address(&shared.full[turn.stage(unit)]), turn.round(unit) & 1);
             is_last = shared.kind[stage] != GOES_ON;
-            multiply_queries(shared, team, stage, query, part, lane);
+            multiply_queries(shared, team, stage, query, part, 0, lane);
             meet();  // S is there, and nobody reads P any more
             bool changed = exponentiate(shared, team, stage, state, scale_log2, warp, lane);
             changed = meet_or(changed);  // P is there, and nobody reads S any more

@@ -1,7 +1,8 @@
 // The steps of sparse_mla_rows.cu on a block of keys: rows are copied, S = K Q^T, P = exp(S), O = V^T P.
 #pragma once
 
-#define LANE_KEYS (NT * KEYS * TEAMS % 64 ? 1 : 2)  // so many that warps take whole columns of S
+// So many that warps take whole columns of S; with two teams, that a lane takes one.
+#define LANE_KEYS (TEAMS > 1 ? NT * KEYS * TEAMS / 32 : NT * KEYS % 64 ? 1 : 2)
 #include "sparse_mla_output.cuh"
 
 // The first product is split over a team's warps: by values into four parts or two, by heads into one or two, by keys into
@@ -21,8 +22,11 @@ constexpr int COPIED = 1152;                   // bytes of a row
 constexpr int ROW = 1168;                      // bytes between rows in shared memory: 16 modulo 128
 constexpr int UNIT = IN_TURN ? 16 : KEYS;      // rows of a stage
 constexpr int UNITS = KEYS / UNIT;             // stages of a block of keys
-constexpr int ARRIVALS = HOPPER ? COPIERS : (32 + IN_TURN) * COPIERS;  // on a stage's barrier, by a filling
-static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && TEAMS == 1 && KEY_TILES == 1), "two parts share a sum");
+constexpr bool WRITES = IN_TURN || TEAMS > 1;  // whether a copying warp arrives for what it writes itself, too
+constexpr int ARRIVALS = HOPPER ? COPIERS : (32 + WRITES) * COPIERS;  // on a stage's barrier, by a filling
+static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES <= 2), "two parts share a sum");
+constexpr bool SWAPS = SUMS < VALUE_PARTS && KEY_TILES == 2;  // two warps add to one tile of their sum each
+constexpr int START = 1 + SUMS * KEY_PARTS * HEAD_PARTS * TEAMS;  // a barrier's number: the first that `Part` leaves
 static_assert(NT % HEAD_PARTS == 0, "warps take whole tiles");
 constexpr int CHAINS = QUERY_TILES * KEY_TILES == 1 ? 3 : 1;  // sums that a tile of S is made in: none waits for another
 
@@ -46,7 +50,7 @@ struct Shared {
 #if IN_TURN
     int kind[STAGES];                     // of a block of keys: see sparse_mla_turns.cuh
 #endif
-    u8 valid[STAGES][UNIT];
+    alignas(8) u8 valid[STAGES][UNIT];    // see `place_of`
 };
 // A share's output lies where its rows were, and what is known of it where S was.
 static_assert(IN_TURN || HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::records), "a share's output does not fit");
@@ -84,13 +88,15 @@ DEVICE void copy_in_pieces(Shared& shared, int stage, int record, int lane, cons
 }
 #endif
 
+// Where `Shared::valid` has it of a row: with two teams by position.
+DEVICE int place_of(int row) { return TEAMS > 1 ? row & ~15 | ((row & 7) ^ (row >> 1 & 4)) << 1 | row >> 3 & 1 : row; }
+
 // A warp copies rows, of which a lane knows where `record` lies, and whether it counts. Without bulk copies the caller
 // arrives at the stage's barrier.
 DEVICE void start_copies(Shared& shared, int stage, int copier, int record, int lane, const u8* row, bool valid) {
-    // Read after the block has met, or on SM90 after the copying warp's arrival below. With two teams it is read when the
-    // copies have arrived that these threads start behind it: PTX says that of the copies alone, and GPUs keep the order.
+    // Read after the block has met, or after the copying warp's arrival: on SM90 that below, elsewhere the caller's.
     bool knows_first = HOPPER ? lane < COPIES : lane % KNOWERS == 0;
-    if (knows_first) shared.valid[stage][record % UNIT] = valid;
+    if (knows_first) shared.valid[stage][place_of(record % UNIT)] = valid;
 #if !HOPPER
     copy_in_pieces(shared, stage, record, lane, row);
 #else
@@ -108,7 +114,9 @@ struct Part {
         : values(member % VALUE_PARTS), keys(member / VALUE_PARTS % KEY_PARTS), heads(member / VALUE_PARTS / KEY_PARTS) {}
     DEVICE int tile(int n) const { return heads * QUERY_TILES + n; }
     // The barrier of the two warps that share a sum.
-    DEVICE int barrier() const { return 1 + values % SUMS + SUMS * (keys + KEY_PARTS * heads); }
+    DEVICE int barrier(int team) const {
+        return 1 + values % SUMS + SUMS * (keys + KEY_PARTS * (heads + HEAD_PARTS * team));
+    }
 };
 
 // A warp's part of the query, as the products take it. Rows start at multiples of 4 bytes.
@@ -134,14 +142,48 @@ DEVICE u32 tile_address(const Shared& shared, int stage, int tile) {
     return shared_address(shared.records[stage_of(stage, tile)]) + (UNIT == KEYS ? tile * (16 * ROW) : 0);
 }
 
+// S of a warp's two tiles of keys over its part of their values, for its heads. It leaves one tile in the sum for the other
+// warp, then adds the other to what that one has left: `barrier` is theirs. `address` is that of its lanes in the first tile.
+DEVICE void multiply_in_turn(const Shared& shared, Team& own, u32 address, const u32 (&query)[STEPS][QUERY_TILES][2], Part part,
+                             int barrier, int lane) {
+    int g = lane >> 2, t = lane & 3, own_tile = part.values / SUMS;
+    float* s = own.s[part.values % SUMS] + (part.tile(0) * 8 + 2 * t) * S_STRIDE + part.keys * 32 + 2 * g;
+#pragma unroll
+    for (int turn = 0; turn < 2; ++turn) {
+        int m = turn ? own_tile : own_tile ^ 1;
+        float sum[QUERY_TILES][4] = {};
+        u32 a[2][4], tile = address + m * (16 * ROW);
+        ldmatrix(a[0], tile);
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            if (i + 1 < STEPS) ldmatrix(a[(i + 1) % 2], tile + (i + 1) * 32);
+#pragma unroll
+            for (int n = 0; n < QUERY_TILES; ++n) mma_bf16(sum[n], a[i % 2], query[i][n][0], query[i][n][1]);
+        }
+        if (turn) named_sync(barrier, 64);
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; ++n) {
+            float* to = s + n * 8 * S_STRIDE + m * 16;
+            float2 before = make_float2(0.f, 0.f), after = before;
+            if (turn) before = *(const float2*)to, after = *(const float2*)(to + S_STRIDE);
+            *(float2*)to = make_float2(sum[n][0] + before.x, sum[n][2] + before.y);
+            *(float2*)(to + S_STRIDE) = make_float2(sum[n][1] + after.x, sum[n][3] + after.y);
+        }
+    }
+}
+
 // S of a warp's keys over its part of their values, for its heads.
 DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const u32 (&query)[STEPS][QUERY_TILES][2], Part part,
-                             int lane) {
+                             int team, int lane) {
     int g = lane >> 2, t = lane & 3, matrix = lane >> 3;
     // Lanes 16 T + g and 16 T + 8 + g of a fragment are positions 2 l and 2 l + 1: see row_of.
     static_assert(KEY_TILES == 1 || UNIT == KEYS, "a warp's tiles follow each other");
     u32 address = tile_address(shared, stage, part.keys * KEY_TILES) + row_of(lane & 7, matrix & 1) * ROW +
                   part.values * (32 * STEPS) + (matrix >> 1) * 16;
+    if constexpr (SWAPS) {
+        multiply_in_turn(shared, own, address, query, part, part.barrier(team), lane);
+        return;
+    }
     float sum[CHAINS][KEY_TILES][QUERY_TILES][4] = {};
     // Two are loaded before the products of the first, which wait for it alone.
     u32 a[2][4];
@@ -154,7 +196,7 @@ DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const u
         for (int n = 0; n < QUERY_TILES; ++n) mma_bf16(sum[s % CHAINS][m][n], a[i % 2], query[s][n][0], query[s][n][1]);
     }
     bool adds = SUMS < VALUE_PARTS && part.values >= SUMS;
-    if (adds) named_sync(part.barrier(), 64);  // the warp with the same keys and heads of the other part has been here
+    if (adds) named_sync(part.barrier(team), 64);  // the warp with the same keys and heads of the other part has been here
 #pragma unroll
     for (int m = 0; m < KEY_TILES; ++m)
 #pragma unroll
@@ -175,7 +217,7 @@ DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const u
             *(float2*)s = make_float2(x[0], x[2]);
             *(float2*)(s + S_STRIDE) = make_float2(x[1], x[3]);
         }
-    if (SUMS < VALUE_PARTS && !adds) named_arrive(part.barrier(), 64);
+    if (SUMS < VALUE_PARTS && !adds) named_arrive(part.barrier(team), 64);
 }
 
 // P of the step's keys. Returns whether the output so far has to be multiplied by anything but 1 before it grows.
@@ -186,6 +228,13 @@ DEVICE bool exponentiate(const Shared& shared, Team& own, int stage, Softmax<COL
     int l = lane % LANES;
     auto counts = [&](int row) { return shared.valid[stage_of(stage, row / 16)][row % UNIT]; };
     if constexpr (LANE_KEYS == 1) valid[0] = counts(row_of(l >> 1, l & 1));
+    else if constexpr (TEAMS > 1)
+#pragma unroll
+        for (int i = 0; i < LANE_KEYS; i += 4) {
+            u32 four = *(const u32*)&shared.valid[stage][LANE_KEYS * l + i];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) valid[i + k] = four >> 8 * k & 1;
+        }
     else
 #pragma unroll
         for (int i = 0; i < LANE_KEYS; ++i) valid[i] = counts(row_of(l, i));
@@ -196,6 +245,12 @@ DEVICE bool exponentiate(const Shared& shared, Team& own, int stage, Softmax<COL
 #pragma unroll
         for (int k = 0; k < SUMS; ++k)
             if constexpr (LANE_KEYS == 1) part[k][0] = s[k * HEADS * S_STRIDE];
+            else if constexpr (TEAMS > 1)
+#pragma unroll
+                for (int i = 0; i < LANE_KEYS; i += 4) {
+                    float4 four = *(const float4*)(s + k * HEADS * S_STRIDE + i);
+                    part[k][i] = four.x, part[k][i + 1] = four.y, part[k][i + 2] = four.z, part[k][i + 3] = four.w;
+                }
             else {
                 float2 two = *(const float2*)(s + k * HEADS * S_STRIDE);
                 part[k][0] = two.x, part[k][1] = two.y;
@@ -224,6 +279,10 @@ DEVICE bool exponentiate(const Shared& shared, Team& own, int stage, Softmax<COL
         if (l == 0) own.alpha[column] = alpha[j];
         u16* to = own.p + column * P_STRIDE + LANE_KEYS * l;
         if constexpr (LANE_KEYS == 1) *to = (u16)pack_bf16(p[0], 0.f);
+        else if constexpr (TEAMS > 1)
+#pragma unroll
+            for (int i = 0; i < LANE_KEYS; i += 4)
+                *(uint2*)(to + i) = make_uint2(pack_bf16(p[i], p[i + 1]), pack_bf16(p[i + 2], p[i + 3]));
         else *(u32*)to = pack_bf16(p[0], p[1]);
     }
     return changed;
