@@ -137,6 +137,7 @@ def test_every_variant_that_a_batch_may_use_is_built_with_the_first():
         (80, "v32_fp8", 128, [1, 2, 4, 8]),
         (86, "v32_fp8", 16, [1, 2]),
         (86, "v32_fp8", 24, [1, 2, 4]),
+        (80, "v4_fp8", 64, [1, 2, 4, 8]),
         (89, "v4_fp8", 64, [1, 2, 4, 8]),
         (90, "v32_fp8", 64, [1, 2, 1, 2, 4]),  # for blocks that have an SM alone, and others
         (90, "v4_fp8", 8, [1, 1]),
@@ -148,12 +149,23 @@ def test_variants_by_the_shared_memory_of_a_block(sm, layout, heads, tiles):
     found = list(sparse_mla.possible_variants(heads, layout, facts))
     assert [one.tiles for one in found] == tiles
     if sm != 90 and tiles[-1] == 8:
+        assert found[-1].converts == (layout == "v32_fp8")
+    if tiles[-1] == 8 and layout == "v4_fp8":
         assert found[-1].sums == (4 if sm == 80 else 2), "where shared memory suffices, no two sums share theirs"
     warps = 4 if layout == "v32_fp8" else 8
     assert next(one for one in found if not one.eager).warps == warps, (
         "V4 has a scale for as many values as one of 8 warps takes"
     )
     assert all(one.warps == warps for one in found if one.blocks == 2), "of blocks that share an SM"
+
+
+@pytest.mark.parametrize("sm", [80, 86])
+def test_a_second_cache_is_not_for_the_form_that_converts(sm):
+    facts = DeviceFacts(sms=100, architecture=sm, shared_memory=shared_memory_per_block(sm))
+    forms = [
+        list(sparse_mla.possible_variants(64, "v32_fp8", facts, has_extra=has_extra))[-1] for has_extra in (False, True)
+    ]
+    assert [(one.heads, one.converts) for one in forms] == [(64, True), (64, False)]
 
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
@@ -164,7 +176,7 @@ def test_blocks_fit_into_shared_memory(variant, layout):
 
 
 @pytest.mark.parametrize("layout", ["v32_fp8", "v4_fp8"])
-@pytest.mark.parametrize(("sm", "left_out"), [(86, [4]), (80, [])])
+@pytest.mark.parametrize(("sm", "left_out"), [(86, [5]), (80, [])])
 def test_portable_blocks_that_fit(sm, left_out, layout):
     one_block = shared_memory_per_block(sm)
     fit = [one.shared_bytes(layout) <= one_block for one in sparse_mla.PORTABLE_VARIANTS]

@@ -49,6 +49,12 @@ DEVICE u32 multiply_f16(u32 a, u32 b) {
     return r;
 }
 
+DEVICE u32 multiply_bf16(u32 a, u32 b) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));  // SM80 has no product alone
+    return r;
+}
+
 // The bits of `a` where the mask has ones, elsewhere those of `b`. The compiler makes two instructions of the expression.
 DEVICE u32 select_bits(u32 mask, u32 a, u32 b) {
     u32 r;

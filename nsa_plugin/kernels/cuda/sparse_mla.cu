@@ -30,6 +30,9 @@
 
 #if IN_TURN
 #include "sparse_mla_in_turn.cuh"
+#elif CONVERTS
+#define RECORDS 1
+#include "sparse_mla_converted.cuh"
 #else
 #include "sparse_mla_steps.cuh"
 

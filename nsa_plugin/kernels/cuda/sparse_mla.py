@@ -28,6 +28,7 @@ from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     prepare,
     up_to,
 )
+from nsa_plugin.kernels.cuda.sparse_mla_rows import ROW_STRIDE
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, decode_op, prefill_op
 from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.layouts import V4_FP8, V32_FP8
@@ -47,6 +48,7 @@ class Variant(FewHeadsVariant):
         sums: of S in shared memory: one for each of the parts of a row's values, or for two.
         head_parts: in Q K^T, 1: a warp takes all heads; 2: half of them. The warps that take the same values and heads
             share the keys.
+        converts: codes become bfloat16 rows in shared memory, once a step (`sparse_mla_converted.cuh`).
     """
 
     held: int
@@ -54,6 +56,7 @@ class Variant(FewHeadsVariant):
     value_parts: int = 4
     sums: int = 4
     head_parts: int = 1
+    converts: bool = False
 
     @property
     def heads(self) -> int:
@@ -68,11 +71,13 @@ class Variant(FewHeadsVariant):
     @property
     def definitions(self) -> dict[str, int]:
         """Of the source's preprocessor."""
-        parts = {"VALUE_PARTS": self.value_parts, "HEAD_PARTS": self.head_parts}
+        parts = {"VALUE_PARTS": self.value_parts, "HEAD_PARTS": self.head_parts, "CONVERTS": int(self.converts)}
         return super().definitions | parts | {"HELD": self.held, "GROUP": self.group, "SUMS": self.sums}
 
-    def takes(self, layout: str) -> bool:
-        """Whether the form reads a cache layout: a warp's values of the output must have one scale."""
+    def takes(self, layout: str, *, has_extra: bool = False) -> bool:
+        """Whether it reads a layout, whose records have one scale for a warp's output values, and a second cache."""
+        if self.converts:
+            return layout == V32_FP8.name and not has_extra
         return layout == V32_FP8.name or self.warps == 8
 
     def shared_bytes(self, layout: str) -> int:
@@ -81,8 +86,9 @@ class Variant(FewHeadsVariant):
         columns = 8 * self.tiles
         validity = self.keys * (layout == V4_FP8.name)
         members = self.keys * (self.group > 1)
-        kept = self.value_parts * (self.steps - self.held) + 4 * (layout == V32_FP8.name)
+        kept = self.value_parts * (self.steps - self.held) + 4 * (layout == V32_FP8.name and not self.converts)
         parts = (
+            self.converts * self.keys * (ROW_STRIDE + 4 * 4 + 2 * 8),  # rows, scales and what P is multiplied by
             self.stages * self.keys * row,  # records
             self.sums * columns * (self.keys + 4) * 4,  # S
             p_copies * columns * (self.keys + 8) * 2,  # P
@@ -112,12 +118,14 @@ PORTABLE_VARIANTS = (
     Variant(tiles=1, blocks=1, held=8, producers=2, in_turn=True),
     Variant(tiles=2, blocks=1, held=16, value_parts=2, sums=2, producers=2),
     Variant(tiles=4, blocks=1, held=8, keys=32, stages=3),
+    Variant(tiles=8, blocks=1, held=8, keys=32, stages=1, head_parts=2, sums=2, converts=True),
     Variant(tiles=8, blocks=1, held=3, keys=32, stages=3, head_parts=2),
     Variant(tiles=8, blocks=1, held=8, keys=32, stages=3, head_parts=2, sums=2),
 )
 """For other GPUs than SM90: the fastest of those tried on an H100 and an H200. The first has two blocks an SM and does
-not read V4's caches. With 16 heads rows in turn, and two blocks of four warps, were slower. The last but one needs
-more shared memory than the 99 KiB of SM86."""
+not read V4's caches. With 16 heads rows in turn, and two blocks of four warps, were slower. The last three are for 64
+heads: one for V3.2 without a second cache, two for other calls, the first of which needs more shared memory than the
+99 KiB of SM86."""
 
 
 ALONE = (
@@ -128,13 +136,14 @@ ALONE = (
 
 
 @functools.cache
-def possible_variants(heads: int, layout: str, facts: DeviceFacts) -> Mapping[Variant, int]:
+def possible_variants(heads: int, layout: str, facts: DeviceFacts, *, has_extra: bool = False) -> Mapping[Variant, int]:
     """Those that calls with this many query heads may use on a device, in ascending order of their heads (on SM90 first
     those of blocks that have an SM alone), and the shared memory of a block in bytes."""
     hopper = facts.architecture == HOPPER
     possible: dict[Variant, int] = {}
     for known in (ALONE, VARIANTS) if hopper else (PORTABLE_VARIANTS,):
-        fitting = [one for one in known if one.takes(layout) and one.shared_bytes(layout) <= facts.shared_memory]
+        taking = [one for one in known if one.takes(layout, has_extra=has_extra)]
+        fitting = [one for one in taking if one.shared_bytes(layout) <= facts.shared_memory]
         first = {one.heads: one for one in reversed(fitting)}  # of those with the same heads
         possible |= {one: one.shared_bytes(layout) for one in up_to(heads, [*reversed(first.values())])}
     return possible
@@ -201,13 +210,14 @@ def attend(
     if not call.q.numel():
         return launch.result
     first, second = scopes if len(scopes) == 2 else (scopes[0], CudaScope(lengths_divisor=1, page_size=1))
-    variants = possible_variants(call.heads, layout.name, launch.facts)
+    has_extra = second.topk > 0
+    variants = possible_variants(call.heads, layout.name, launch.facts, has_extra=has_extra)
     if variant is not None:
         variants = {variant: variant.shared_bytes(layout.name)}
     defines = definitions(
         layout.name,
         launch.facts,
-        has_extra=second.topk > 0,
+        has_extra=has_extra,
         is_flat=all(scope.is_flat for scope in scopes),
         out_float32=launch.out.dtype == torch.float32,
     )

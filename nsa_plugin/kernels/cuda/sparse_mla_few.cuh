@@ -62,8 +62,6 @@ constexpr bool EMPTIES = PRODUCERS || TEAMS > 1;  // whether warps say that they
 static_assert(HEADS * LANES % (32 * MEMBERS) == 0, "warps take whole columns");
 static_assert(NT % GROUP == 0, "a query row takes whole tiles");
 static_assert((PRODUCERS & PRODUCERS - 1) == 0 && PRODUCERS <= WARPS, "warps that only copy are numbered by a mask");
-static_assert(TEAMS == 1 || (!HOPPER && !PRODUCERS), "a cluster has room for the output of one team a block");
-static_assert(PRODUCERS || STAGES > 1, "a stage is filled while another is read");
 
 // Row of shared memory of position 2 l + i of a block: see sparse_mla.cu.
 DEVICE int row_of(int l, int i) { return (l & 24) << 1 | i << 3 | ((l & 7) ^ i << 2); }
@@ -74,12 +72,12 @@ DEVICE int head_of(int column) { return GROUP == 1 ? column : column % (8 * TILE
 
 // The columns of S that a lane of a team's warp exponentiates.
 DEVICE int column_of(int member, int lane, int j) {
-    if (TEAMS > 1) return (member * COLUMNS + j) * (32 / LANES) + lane / LANES;
+    if (LANES < 16) return (member * COLUMNS + j) * (32 / LANES) + lane / LANES;
     return LANES == 32 ? member + MEMBERS * j : member + MEMBERS * (j * (32 / LANES) + lane / LANES);
 }
 
 // The warps of a team meet; and find out whether something holds for one of their threads.
-// The named barriers below these are `Part::barrier`'s.
+// The named barriers below these are those of `Part::barrier`, and `START` of sparse_mla_rows_in_teams.cuh.
 DEVICE void meet(int team = 0) {
     if constexpr (EMPTIES) named_sync(16 - 2 * TEAMS + team, 32 * MEMBERS);
     else __syncthreads();

@@ -49,8 +49,9 @@ DEVICE void finish_heads(float* alpha, Share* cluster_shares, const Softmax<COLU
 }
 
 // A warp's values of the output, or of a share's own: `o` times what `alpha` has and both factors. A thread has two values of
-// a tile, either neighbours or `apart` by eight, which lanes exchange for neighbours.
-DEVICE void write_output(const float* alpha, float factor, float rest, bool apart, float* cluster_out,
+// a tile, either neighbours or, if `apart`, eight rows apart, which lanes exchange for neighbours: those of rows g and g ^ 1,
+// or of g and g ^ 2 where of each four rows the middle two have changed places.
+DEVICE void write_output(const float* alpha, float factor, float rest, int apart, float* cluster_out,
                          const float (&o)[VALUE_TILES][NT][4], const Own& own, const Results& to, int member, int lane) {
     int g = lane >> 2, t = lane & 3;
 #pragma unroll
@@ -66,11 +67,12 @@ DEVICE void write_output(const float* alpha, float factor, float rest, bool apar
                 float upper = weight != 0.f ? o[m][n][i + 2] * weight * rest : 0.f;
                 int value = member * (16 * VALUE_TILES) + m * 16 + 2 * g;
                 if (apart) {
-                    // Of rows g and g + 1, g even, one lane takes both lower values and the other both upper ones.
-                    bool is_odd = g & 1;
-                    float other = __shfl_xor_sync(~0u, is_odd ? lower : upper, 4);
-                    if (is_odd) lower = other, value += 7 - g;
-                    else upper = other, value -= g;
+                    // Of two such rows one lane takes both lower values and the other both upper ones.
+                    bool is_odd = g & apart;
+                    float other = __shfl_xor_sync(~0u, is_odd ? lower : upper, 4 * apart);
+                    if (is_odd) lower = other;
+                    else upper = other;
+                    value += (apart == 1 ? g & 6 : g & 4 | (g & 1) << 1) + (is_odd ? 8 : 0) - 2 * g;
                 }
                 if (!is_given) continue;
                 // Apart, so that the compiler knows which memory it writes to.

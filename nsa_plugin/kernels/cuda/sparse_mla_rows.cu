@@ -2,13 +2,15 @@
 // and clusters.
 //
 // As sparse_mla.cu, whose comments hold here too: a block of 8 warps attends a query token, or several in turn, with a group
-// of up to 8 * NT heads, KEYS keys at a time, keys as rows of the matrix products (mma.m16n8k16) and heads as columns. There is
-// nothing to convert: rows are copied to shared memory as they are and read from there by the tensor cores' loads.
+// of up to 8 * NT heads, KEYS keys at a time, keys as rows of the matrix products (mma.m16n8k16) and heads as columns.
+// There is nothing to convert: rows are copied to shared memory as they are and read from there by the tensor cores' loads.
 //
 //   S = K Q^T     a warp has a quarter or half of the row's values, half of the keys, and all heads or half of them. The
 //                 parts of the values add up in shared memory.
 //   P = exp(S)    all keys of a column, by a warp or a part of one.
 //   O = V^T P     warp w: values 64 w to 64 w + 63 of every row.
+//
+// With two teams of warps: sparse_mla_rows_in_teams.cuh.
 //
 // Positions and rows: positions 2 l and 2 l + 1 of S and P, l = 8 T + g, belong to rows 16 T + g and
 // 16 T + 8 + (g ^ 4) of shared memory, for the same reasons.
@@ -21,8 +23,8 @@
 #include "sparse_mla_rows_in_teams.cuh"
 #else
 // Attention of query row `blockIdx.x`, for HEADS heads from HEADS * `blockIdx.y` on, over the share `blockIdx.z` of its
-// entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are a cluster,
-// which adds up in the end, or `partial_out` and `partials` hold every share's own for `combine`.
+// entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are a
+// cluster, which adds up in the end, or `partial_out` and `partials` hold every share's own for `combine`.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads, Scope scope,
     const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,

@@ -90,8 +90,8 @@ PORTABLE_VARIANTS = (
     RowsVariant(tiles=4, keys=32, blocks=1),
     RowsVariant(tiles=4, keys=32, blocks=1, stages=2, teams=2, sums=2),
 )
-"""For other GPUs than SM90, one block an SM. With 32 heads two teams were slower than one. Eight stages need more shared
-memory than the 99 KiB of SM86."""
+"""For other GPUs than SM90, one block an SM. With 32 heads two teams were slower than one. Eight stages need more
+shared memory than the 99 KiB of SM86."""
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 //
 // Both teams have 8 * NT heads and read the same rows. They meet apart, and the second starts half a step behind the first,
 // so that one multiplies while the other exponentiates. There is room for two stages: one is filled again once both teams
-// have read it, half of it by either. The first team does so for the next step, once it has exponentiated; the second for
+// have read it. Each team fills half of it. The first does so for the next step, once it has exponentiated; the second for
 // the next but one, at the end of its step.
 //
 //   S = K Q^T     warp w: a quarter of the row's values. Two warps add to one sum, each to one of its two tiles of 16 keys.
@@ -10,9 +10,14 @@
 //   O = V^T P     warp w: values 128 w to 128 w + 127 of every row.
 #pragma once
 
-static_assert(TEAMS == 2 && MEMBERS == 4 && KEYS == 32 && STAGES == 2 && COLUMNS == 1 && SWAPS, "what this file is for");
+static_assert(TEAMS == 2 && MEMBERS == 4 && KEYS == 32 && STAGES == 2 && COLUMNS == 1 && SWAPS && !HOPPER && !PRODUCERS,
+              "what this file is for");
 
-// As in sparse_mla_rows.cu, where HEADS are those of a team.
+// The number of the named barrier at which the second team waits for the first.
+constexpr int START = 1 + SUMS * KEY_PARTS * HEAD_PARTS * TEAMS;
+static_assert(START < 16 - 2 * TEAMS, "the teams' own barriers follow");
+
+// As in sparse_mla_rows.cu, for the heads of both teams from HEADS * TEAMS * `blockIdx.y` on.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads, Scope scope,
     const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
@@ -101,5 +106,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partial_out, partials, (int)gridDim.x, heads};
     finish_heads(own().alpha, nullptr, state, place, results, sink, member(), lane);
     meet(team());
-    write_output(own().alpha, 1.f, 1.f, true, nullptr, o, place, results, member(), lane);
+    write_output(own().alpha, 1.f, 1.f, 1, nullptr, o, place, results, member(), lane);
 }

@@ -62,6 +62,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
         meet();
         finish_heads(team.alpha, nullptr, state, finished, results, sink, warp, lane);
         meet();
-        write_output(team.alpha, 1.f, 1.f, true, nullptr, o, finished, results, warp, lane);
+        write_output(team.alpha, 1.f, 1.f, 1, nullptr, o, finished, results, warp, lane);
     }
 }

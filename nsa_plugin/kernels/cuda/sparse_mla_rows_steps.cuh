@@ -1,9 +1,15 @@
 // The steps of sparse_mla_rows.cu on a block of keys: rows are copied, S = K Q^T, P = exp(S), O = V^T P.
 #pragma once
 
-// So many that warps take whole columns of S; with two teams, that a lane takes one.
-#define LANE_KEYS (TEAMS > 1 ? NT * KEYS * TEAMS / 32 : NT * KEYS % 64 ? 1 : 2)
+#ifndef RECORDS
+#define RECORDS 0  // rows are made of V3.2's fp8 records: see sparse_mla_converted.cuh
+#endif
+// So many that warps take whole columns of S; with 64 heads, that a lane has keys of one column only.
+#define LANE_KEYS (TEAMS > 1 || RECORDS ? NT * KEYS * TEAMS / 32 : NT * KEYS % 64 ? 1 : 2)
 #include "sparse_mla_output.cuh"
+#if RECORDS
+#include "sparse_mla_code_bits.cuh"
+#endif
 
 // The first product is split over a team's warps: by values into four parts or two, by heads into one or two, by keys into
 // the rest.
@@ -24,9 +30,8 @@ constexpr int UNIT = IN_TURN ? 16 : KEYS;      // rows of a stage
 constexpr int UNITS = KEYS / UNIT;             // stages of a block of keys
 constexpr bool WRITES = IN_TURN || TEAMS > 1;  // whether a copying warp arrives for what it writes itself, too
 constexpr int ARRIVALS = HOPPER ? COPIERS : (32 + WRITES) * COPIERS;  // on a stage's barrier, by a filling
-static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES <= 2), "two parts share a sum");
-constexpr bool SWAPS = SUMS < VALUE_PARTS && KEY_TILES == 2;  // two warps add to one tile of their sum each
-constexpr int START = 1 + SUMS * KEY_PARTS * HEAD_PARTS * TEAMS;  // a barrier's number: the first that `Part` leaves
+static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES == 2), "two parts share a sum, with a tile for each");
+constexpr bool SWAPS = SUMS < VALUE_PARTS;     // two warps add to one tile of their sum each
 static_assert(NT % HEAD_PARTS == 0, "warps take whole tiles");
 constexpr int CHAINS = QUERY_TILES * KEY_TILES == 1 ? 3 : 1;  // sums that a tile of S is made in: none waits for another
 
@@ -51,9 +56,14 @@ struct Shared {
     int kind[STAGES];                     // of a block of keys: see sparse_mla_turns.cuh
 #endif
     alignas(8) u8 valid[STAGES][UNIT];    // see `place_of`
+#if RECORDS
+    alignas(16) u8 raw[KEYS * RECORD];     // the next step's records
+    alignas(16) float scales[KEYS][4];     // of a record, by row
+    alignas(16) u16 weights[WARPS][KEYS];  // what a warp multiplies P by, as bfloat16, by position
+#endif
 };
-// A share's output lies where its rows were, and what is known of it where S was.
-static_assert(IN_TURN || HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::records), "a share's output does not fit");
+// A share's output lies where its rows were, and what is known of it where S was, in sparse_mla_rows.cu.
+static_assert(IN_TURN || TEAMS > 1 || RECORDS || HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::records), "a share's output does not fit");
 
 // Where the row of a slot lies.
 DEVICE const u8* find_row(const Scope& scope, int slot) {
@@ -88,8 +98,8 @@ DEVICE void copy_in_pieces(Shared& shared, int stage, int record, int lane, cons
 }
 #endif
 
-// Where `Shared::valid` has it of a row: with two teams by position.
-DEVICE int place_of(int row) { return TEAMS > 1 ? row & ~15 | ((row & 7) ^ (row >> 1 & 4)) << 1 | row >> 3 & 1 : row; }
+// Index in `Shared::valid` of a row; where a lane has keys of one column only, of its position: so the lane's lie together.
+DEVICE int place_of(int row) { return LANE_KEYS > 2 ? row & ~15 | ((row & 7) ^ (row >> 1 & 4)) << 1 | row >> 3 & 1 : row; }
 
 // A warp copies rows, of which a lane knows where `record` lies, and whether it counts. Without bulk copies the caller
 // arrives at the stage's barrier.
@@ -113,7 +123,7 @@ struct Part {
     DEVICE explicit Part(int member)
         : values(member % VALUE_PARTS), keys(member / VALUE_PARTS % KEY_PARTS), heads(member / VALUE_PARTS / KEY_PARTS) {}
     DEVICE int tile(int n) const { return heads * QUERY_TILES + n; }
-    // The barrier of the two warps that share a sum.
+    // The number of the named barrier of the two warps that share a sum.
     DEVICE int barrier(int team) const {
         return 1 + values % SUMS + SUMS * (keys + KEY_PARTS * (heads + HEAD_PARTS * team));
     }
@@ -125,11 +135,20 @@ DEVICE void read_query(u32 (&query)[STEPS][QUERY_TILES][2], const u16* q, i64 he
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; ++n) {
         int head = part.tile(n) * 8 + g;
-        const u16* source = q + head * head_stride + part.values * (16 * STEPS) + 2 * t;
+        const u16* start = q + head * head_stride;
 #pragma unroll
         for (int s = 0; s < STEPS; ++s)
 #pragma unroll
-            for (int j = 0; j < 2; ++j) query[s][n][j] = head < heads ? __ldg((const u32*)(source + s * 16 + 8 * j)) : 0;
+            for (int j = 0; j < 2; ++j) {
+#if RECORDS
+                bool is_rope = s == CODE_STEPS;
+                const u16* at = start + (is_rope ? D_V + part.values * 16 : (part.values * CODE_STEPS + s) * 16) + 8 * j;
+                u32 two = head >= heads ? 0 : is_rope ? __ldg((const u32*)(at + 2 * t)) : two_of_codes(at, t);
+                query[s][n][j] = multiply_bf16(two, is_rope ? ROPE_UNIT : CODES_UNIT);
+#else
+                query[s][n][j] = head < heads ? __ldg((const u32*)(start + (part.values * STEPS + s) * 16 + 8 * j + 2 * t)) : 0;
+#endif
+            }
     }
 }
 
@@ -153,10 +172,26 @@ DEVICE void multiply_in_turn(const Shared& shared, Team& own, u32 address, const
         int m = turn ? own_tile : own_tile ^ 1;
         float sum[QUERY_TILES][4] = {};
         u32 a[2][4], tile = address + m * (16 * ROW);
-        ldmatrix(a[0], tile);
+#if RECORDS
+        auto address_of = [&](int s) {
+            return tile + (s < CODE_STEPS ? (part.values * CODE_STEPS + s) * 32 : ROW_ROPE + part.values * 32);
+        };
+#else
+        auto address_of = [&](int s) { return tile + (part.values * STEPS + s) * 32; };
+#endif
+        ldmatrix(a[0], address_of(0));
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
-            if (i + 1 < STEPS) ldmatrix(a[(i + 1) % 2], tile + (i + 1) * 32);
+            if (i + 1 < STEPS) ldmatrix(a[(i + 1) % 2], address_of(i + 1));
+#if RECORDS
+            if (i == CODE_STEPS) {
+                const float* scales = shared.scales[0] + part.values + m * 64;
+                float lower = scales[g * 4], upper = scales[(8 + (g ^ 4)) * 4];
+#pragma unroll
+                for (int n = 0; n < QUERY_TILES; ++n)
+                    sum[n][0] *= lower, sum[n][1] *= lower, sum[n][2] *= upper, sum[n][3] *= upper;
+            }
+#endif
 #pragma unroll
             for (int n = 0; n < QUERY_TILES; ++n) mma_bf16(sum[n], a[i % 2], query[i][n][0], query[i][n][1]);
         }
@@ -178,12 +213,12 @@ DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const u
     int g = lane >> 2, t = lane & 3, matrix = lane >> 3;
     // Lanes 16 T + g and 16 T + 8 + g of a fragment are positions 2 l and 2 l + 1: see row_of.
     static_assert(KEY_TILES == 1 || UNIT == KEYS, "a warp's tiles follow each other");
-    u32 address = tile_address(shared, stage, part.keys * KEY_TILES) + row_of(lane & 7, matrix & 1) * ROW +
-                  part.values * (32 * STEPS) + (matrix >> 1) * 16;
+    u32 address = tile_address(shared, stage, part.keys * KEY_TILES) + row_of(lane & 7, matrix & 1) * ROW + (matrix >> 1) * 16;
     if constexpr (SWAPS) {
         multiply_in_turn(shared, own, address, query, part, part.barrier(team), lane);
         return;
     }
+    address += part.values * (32 * STEPS);
     float sum[CHAINS][KEY_TILES][QUERY_TILES][4] = {};
     // Two are loaded before the products of the first, which wait for it alone.
     u32 a[2][4];
@@ -195,8 +230,6 @@ DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const u
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; ++n) mma_bf16(sum[s % CHAINS][m][n], a[i % 2], query[s][n][0], query[s][n][1]);
     }
-    bool adds = SUMS < VALUE_PARTS && part.values >= SUMS;
-    if (adds) named_sync(part.barrier(team), 64);  // the warp with the same keys and heads of the other part has been here
 #pragma unroll
     for (int m = 0; m < KEY_TILES; ++m)
 #pragma unroll
@@ -208,16 +241,10 @@ DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const u
 #pragma unroll
                 for (int c = 1; c < CHAINS; ++c) x[i] += sum[c][m][n][i];
             }
-            float* s = own.s[part.values % SUMS] + (part.tile(n) * 8 + 2 * t) * S_STRIDE + part.keys * (KEY_TILES * 16) +
-                       m * 16 + 2 * g;
-            if (adds) {
-                float2 before = *(const float2*)s, after = *(const float2*)(s + S_STRIDE);
-                x[0] += before.x, x[2] += before.y, x[1] += after.x, x[3] += after.y;
-            }
+            float* s = own.s[part.values] + (part.tile(n) * 8 + 2 * t) * S_STRIDE + part.keys * (KEY_TILES * 16) + m * 16 + 2 * g;
             *(float2*)s = make_float2(x[0], x[2]);
             *(float2*)(s + S_STRIDE) = make_float2(x[1], x[3]);
         }
-    if (SUMS < VALUE_PARTS && !adds) named_arrive(part.barrier(team), 64);
 }
 
 // P of the step's keys. Returns whether the output so far has to be multiplied by anything but 1 before it grows.
@@ -228,7 +255,7 @@ DEVICE bool exponentiate(const Shared& shared, Team& own, int stage, Softmax<COL
     int l = lane % LANES;
     auto counts = [&](int row) { return shared.valid[stage_of(stage, row / 16)][row % UNIT]; };
     if constexpr (LANE_KEYS == 1) valid[0] = counts(row_of(l >> 1, l & 1));
-    else if constexpr (TEAMS > 1)
+    else if constexpr (LANE_KEYS > 2)
 #pragma unroll
         for (int i = 0; i < LANE_KEYS; i += 4) {
             u32 four = *(const u32*)&shared.valid[stage][LANE_KEYS * l + i];
@@ -245,7 +272,7 @@ DEVICE bool exponentiate(const Shared& shared, Team& own, int stage, Softmax<COL
 #pragma unroll
         for (int k = 0; k < SUMS; ++k)
             if constexpr (LANE_KEYS == 1) part[k][0] = s[k * HEADS * S_STRIDE];
-            else if constexpr (TEAMS > 1)
+            else if constexpr (LANE_KEYS > 2)
 #pragma unroll
                 for (int i = 0; i < LANE_KEYS; i += 4) {
                     float4 four = *(const float4*)(s + k * HEADS * S_STRIDE + i);
@@ -279,7 +306,7 @@ DEVICE bool exponentiate(const Shared& shared, Team& own, int stage, Softmax<COL
         if (l == 0) own.alpha[column] = alpha[j];
         u16* to = own.p + column * P_STRIDE + LANE_KEYS * l;
         if constexpr (LANE_KEYS == 1) *to = (u16)pack_bf16(p[0], 0.f);
-        else if constexpr (TEAMS > 1)
+        else if constexpr (LANE_KEYS > 2)
 #pragma unroll
             for (int i = 0; i < LANE_KEYS; i += 4)
                 *(uint2*)(to + i) = make_uint2(pack_bf16(p[i], p[i + 1]), pack_bf16(p[i + 2], p[i + 3]));
@@ -321,6 +348,14 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
                 else if constexpr (KEYS > 16) b[k + 1][n][0] = r[2], b[k + 1][n][1] = r[3];
             }
         }
+#if RECORDS
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            u32 weights = *(const u32*)(shared.weights[member] + k * 16 + i * 8 + 2 * t);
+#pragma unroll
+            for (int n = 0; n < NT; ++n) b[k][n][i] = multiply_bf16(b[k][n][i], weights);
+        }
+#endif
         u32 v_address = tile_address(shared, stage, k) + v_offset;
 #pragma unroll
         for (int m = 0; m < VALUE_TILES; ++m) {

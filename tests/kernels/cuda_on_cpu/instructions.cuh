@@ -71,6 +71,11 @@ DEVICE u32 multiply_f16(u32 a, u32 b) {
     return lower | (u32)to_half(half_to_float((u16)(a >> 16)) * half_to_float((u16)(b >> 16))) << 16;
 }
 
+DEVICE u32 multiply_bf16(u32 a, u32 b) {
+    u32 lower = to_bf16(bf16_to_float((u16)a) * bf16_to_float((u16)b));
+    return lower | (u32)to_bf16(bf16_to_float((u16)(a >> 16)) * bf16_to_float((u16)(b >> 16))) << 16;
+}
+
 DEVICE u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 
 #if NATIVE_FP8

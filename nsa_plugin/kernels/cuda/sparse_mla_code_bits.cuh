@@ -1,0 +1,32 @@
+// V3.2's fp8 codes as operands of bfloat16 products: what sparse_mla_converted.cuh and its steps share.
+//
+// A code's bits, its sign moved, are a bfloat16 of 2^-120 of its value, exactly, but for the code of NaN. Powers of two, of
+// which the query and the weights P have a part each, keep products and sums within float32's range.
+#pragma once
+
+constexpr int RECORD = 656;                                       // bytes
+constexpr int RECORD_SCALES = 512, RECORD_ROPE = 528;             // in a record
+constexpr int ROW_ROPE = 1024;                                    // in a row that is made of one
+constexpr int CODE_STEPS = 8;                                     // of 16 values, of a part; what follows is RoPE's
+constexpr u32 CODES_UNIT = 0x5d805d80u, ROPE_UNIT = 0x21802180u;  // 2^60 and 2^-60, as two bfloat16: of the query
+constexpr float WEIGHTS_UNIT = 0x1p80f;
+constexpr float LOGITS_FACTOR = 0x1p60f;  // of S: for codes 2^120 / 2^60, for RoPE 1 / 2^-60
+constexpr float OUTPUT_FACTOR = 0x1p40f;  // of O: 2^120 / 2^80
+
+// Two bfloat16 each of the even and of the odd bytes.
+DEVICE void code_bits(u32 codes, u32& even, u32& odd) {
+    constexpr u32 MAGNITUDES = 0x07f007f0u;
+    u32 signs = codes & 0x80808080u;
+    asm("" : "+r"(signs));  // so that the compiler does not take other signs for each half
+    even = select_bits(MAGNITUDES, codes << 4, signs << 8);
+    odd = select_bits(MAGNITUDES, codes >> 4, signs);
+}
+
+// Has bits of 0x80808080 if one of four codes is that of NaN: all its lower bits are ones, and another one changes the sign.
+DEVICE u32 nan_codes(u32 codes) { return codes + 0x01010101u ^ codes; }
+
+// Values number 2 t and 2 t + 1 of the eight at an address, in the order that `code_bits` leaves them in.
+DEVICE u32 two_of_codes(const u16* at, int t) {
+    uint2 four = __ldg((const uint2*)(at + (t & 2) * 2));
+    return __byte_perm(four.x, four.y, t & 1 ? 0x7632 : 0x5410);
+}

@@ -1,0 +1,126 @@
+// sparse_mla.cu with 64 heads where there are no warpgroup products, over V3.2's records: a step begins with making each of
+// its codes a bfloat16, once for all warps, in rows as sparse_mla_rows.cu has them. Without that a warp would convert what
+// it multiplies, so every code three times.
+//
+// Lane l of warp w makes values 64 w to 64 w + 63 of key l, which that warp alone reads for O; before S all warps meet. What
+// has a scale is multiplied by it later: S as float32, and for O the weights P as bfloat16. FlashMLA rounds the values to
+// bfloat16 instead. Records of the next step are copied while this one multiplies, as theirs are free from then on.
+#pragma once
+
+#include "sparse_mla_rows_steps.cuh"
+
+static_assert(!HOPPER && WARPS == 8 && TEAMS == 1 && !PRODUCERS && GROUP == 1 && LAYOUT == 0 && !HAS_EXTRA && KEYS == 32 &&
+              STAGES == 1 && COLUMNS == 1 && SWAPS, "what this file is for");
+
+// A warp's values of all keys of a step, and what belongs to a key.
+DEVICE void convert(Shared& shared, int warp, int lane) {
+    const u8* record = shared.raw + lane * RECORD;
+    u8* row = shared.records[0] + lane * ROW;
+    uint4 codes[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) codes[i] = *(const uint4*)(record + warp * 64 + 16 * i);
+    *(uint4*)(row + ROW_ROPE + 16 * warp) = *(const uint4*)(record + RECORD_ROPE + 16 * warp);
+    float scale = *(const float*)(record + RECORD_SCALES + warp / 2 * 4);
+    if (warp % 2 == 0) shared.scales[lane][warp / 2] = scale;
+    shared.weights[warp][place_of(lane)] = (u16)pack_bf16(scale * WEIGHTS_UNIT, 0.f);
+    if (warp == 0) shared.valid[0][place_of(lane)] = scale != NOT_COUNTED;
+    u32 nans = 0;
+    row += warp * 128;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        uint4 half[2];
+        code_bits(codes[i].x, half[0].x, half[0].y);
+        code_bits(codes[i].y, half[0].z, half[0].w);
+        code_bits(codes[i].z, half[1].x, half[1].y);
+        code_bits(codes[i].w, half[1].z, half[1].w);
+        *(uint4*)(row + 32 * i) = half[0];
+        *(uint4*)(row + 32 * i + 16) = half[1];
+        nans |= nan_codes(codes[i].x) | nan_codes(codes[i].y) | nan_codes(codes[i].z) | nan_codes(codes[i].w);
+    }
+    // One NaN in a row makes all of the query token's output NaN.
+    if (nans & 0x80808080u) *(u16*)row = 0x7fff;
+}
+
+// As in sparse_mla.cu, but for the second cache, which this form does not read.
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
+    const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads,
+    Scope scope, Scope, const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
+    u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride, float* __restrict__ lse,
+    float* __restrict__ max_logits, float* __restrict__ partial_out, Share* __restrict__ partials) {
+    extern __shared__ __align__(128) u8 memory[];
+    Shared& shared = *(Shared*)memory;
+    // In ways that the compiler cannot repeat: see sparse_mla.cu.
+    int warp = __reduce_max_sync(~0u, threadIdx.x >> 5), lane = __shfl_sync(~0u, threadIdx.x, threadIdx.x) & 31;
+    // What follows from them is made anew where it is needed: registers do not suffice to keep it.
+    auto forget = [&] { asm volatile("" : "+r"(lane), "+r"(warp)); };
+    Team& own = shared.teams[0];
+    int row = blockIdx.x, first_head = HEADS * blockIdx.y;
+    int length = scope_length(scope, row);
+    int all = (length + KEYS - 1) / KEYS, share = (all + gridDim.z - 1) / gridDim.z;
+    int begin = min(share * (int)blockIdx.z, all), end = min(begin + share, all);
+    int bound = min(length, end * KEYS);
+    const int* indices = scope.indices + row * scope.indices_stride;
+
+    init_barriers(shared, 32 * COPIERS);
+    auto slot_of = [&](int block, int i) -> int {
+        int e = block * KEYS + i;
+        return e < bound ? __ldg(indices + e) : -1;
+    };
+    auto counts = [&](int slot) -> bool { return (u32)slot < (u32)scope.num_slots; };
+    auto copied_record = [&] { return known_record(warp, lane, 0); };
+    // Pieces of 128 bytes of a warp's four records, of six, where the last are 16. All at once would hold a warp up until the
+    // SM has taken them.
+    constexpr int PIECES = 6;
+    auto copy = [&](int slot, int from, int to) {
+        int i = copied_record(), offset = lane % 8 * 16;
+        const u8* record = !counts(slot) ? shared.nothing[i]
+                           : FLAT        ? scope.data + (i64)slot * RECORD
+                                         : find_record(scope, slot, RECORD);
+        u32 at = shared_address(shared.raw + i * RECORD) + offset;
+        record += offset;
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece)
+            if (piece >= from && piece < to && (piece < PIECES - 1 || offset == 0))
+                copy_16_bytes(at + piece * 128, record + piece * 128);
+        if (to == PIECES) arrive_with_copies(shared_address(&shared.full[0]));
+    };
+    int slot = slot_of(begin, copied_record()), next = slot_of(begin + 1, copied_record());
+    int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
+    u32 query[STEPS][QUERY_TILES][2];
+    int own_heads = min(HEADS, heads - first_head);
+    read_query(query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, Part(warp), lane);
+    name_nothings<RECORD>(shared, zeros);
+    if (!__syncthreads_or(counts(final)) && begin + 1 < end)
+        end = end_of_entries(begin, end, shared.last, true, warp, lane,
+                             [&](int block, int entry) { return counts(slot_of(block, entry)); });
+    if (begin < end) copy(slot, 0, PIECES);
+    float o[VALUE_TILES][NT][4] = {};
+    Softmax<COLUMNS> state;
+    state.start();
+
+    for (int block = begin; block < end; ++block) {
+        forget();
+        barrier_wait(shared_address(&shared.full[0]), block - begin & 1);
+        convert(shared, warp, lane);
+        meet();  // rows are there, and nobody reads the records any more
+        forget();
+        bool refills = block + 1 < end;
+        if (refills) copy(next, 0, PIECES / 2);
+        forget();
+        multiply_queries(shared, own, 0, query, Part(warp), 0, lane);
+        if (refills) copy(next, PIECES / 2, PIECES), next = slot_of(block + 2, copied_record());
+        meet();  // S is there, and nobody reads P any more
+        forget();
+        bool changed = exponentiate(shared, own, 0, state, scale_log2 * LOGITS_FACTOR, warp, lane);
+        changed = meet_or(changed);  // P is there, and nobody reads S any more
+        forget();
+        multiply_values(shared, own, 0, o, changed, warp, lane);
+    }
+
+    meet();
+    Own place = {row, 1, first_head, min(HEADS, heads - first_head), (int)blockIdx.z, gridDim.z == 1, false};
+    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partial_out, partials, (int)gridDim.x, heads};
+    finish_heads(own.alpha, nullptr, state, place, results, sink, warp, lane);
+    meet();
+    write_output(own.alpha, OUTPUT_FACTOR, 1.f, 2, nullptr, o, place, results, warp, lane);
+}
