@@ -22,6 +22,8 @@
 // would become 480: the keys are multiplied by a constant that only makes an infinity of that one, S by 0 adds a NaN for
 // it, and P and the output have it from there. What the codes are multiplied by is divided out with the scales.
 //
+// Many heads where there are no warpgroup products: sparse_mla_converted.cuh.
+//
 // Positions and rows: within the keys of a block, positions 2 l and 2 l + 1 of S and P, l = 8 T + g, belong to rows
 // 16 T + g and 16 T + 8 + (g ^ 4) of shared memory. Any order would do; in this one a thread of the first product holds
 // both positions, and every access below spreads over all banks: rows lie 16 bytes apart modulo 128.
