@@ -62,30 +62,30 @@ def load_kernel(
     return KernelOnCpu(source, name, tuple(sorted((defines or {}).items())))
 
 
-def _edited(path: Path, left: list[tuple[str, str]]) -> str:
-    """A file's text for a CPU, with those edits made that it has a place for; they are taken from `left`."""
+def _edited(path: Path, made: set[tuple[str, str]]) -> str:
+    """A file's text for a CPU, with those edits made that it has a place for; they are added to `made`."""
     text = DYNAMIC.sub(r"\1* const \2 = (\1*)shared_memory;", path.read_text())
-    for edit in [one for one in left if one[0] in text]:
+    for edit in [one for one in edits if one[0] in text]:
         assert text.count(edit[0]) == 1, edit
         text = text.replace(*edit)
-        left.remove(edit)
+        made.add(edit)
     return text
 
 
 def _library(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     """The kernel with these definitions; compiled, unless an earlier run has."""
     assert COMPILER is not None
-    left = list(edits)
+    made: set[tuple[str, str]] = set()
     headers = [path for path in sorted(SOURCES.glob("*.cuh")) if path.name != "instructions.cuh"]
-    texts = {path.name: _edited(path, left) for path in (*headers, HERE / "instructions.cuh", HERE / "threads.h")}
-    text = _edited(SOURCES / source, left)
+    texts = {path.name: _edited(path, made) for path in (*headers, HERE / "instructions.cuh", HERE / "threads.h")}
+    text = _edited(SOURCES / source, made)
     texts["kernel.cpp"] = f"""#include "threads.h"
 {text}
 extern "C" int run_{name}(void** args, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz) {{
     return launch({name}, args, {{gx, gy, gz}}, {{bx, by, bz}});
 }}
 """
-    assert not left, left
+    assert made == set(edits), "an edit has no place"
     key = hashlib.sha256(repr((texts, defines, FLAGS)).encode()).hexdigest()[:32]
     return _compiled(f"{Path(source).stem}-{name}-{key}.so", tuple(texts.items()), defines)
 
