@@ -4,14 +4,6 @@
 #ifndef LAYOUT
 #define LAYOUT 0  // 0: v32_fp8, 1: v4_fp8
 #endif
-// The first product is split over the warps: by values into four parts or two, by heads into one or two, by keys into the
-// rest.
-#ifndef VALUE_PARTS
-#define VALUE_PARTS 4
-#endif
-#ifndef HEAD_PARTS
-#define HEAD_PARTS 1
-#endif
 #ifndef HELD
 #define HELD 4  // of the steps over a warp's part of the query's values, those whose fragments are in registers
 #endif
@@ -19,13 +11,9 @@
 
 #include "sparse_mla_few.cuh"
 
-constexpr int KEY_PARTS = WARPS / VALUE_PARTS / HEAD_PARTS;
-constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, in the first product
 // Of these, at a time: all where registers suffice, as with many heads if shared memory has some of the query's fragments.
 constexpr int TOGETHER = (HEAD_PARTS > 1 && HELD == STEPS) || SUMS < VALUE_PARTS ? 1 : KEY_TILES;
-constexpr int QUERY_TILES = NT / HEAD_PARTS;  // tiles of 8 heads a warp, in the first product
 static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES * WARPS / 2 < 14), "barriers are few");
-static_assert(NT % HEAD_PARTS == 0, "warps take whole tiles");
 static_assert(LAYOUT == 0 || WARPS == 8, "with v4_fp8 a warp takes the values of one scale");
 // Whether warps that multiply copy, too, piece by piece in between, without a barrier for each stage: see sparse_mla_copies.cuh.
 constexpr bool COPY_BETWEEN = !HOPPER && !PRODUCERS;
@@ -102,11 +90,7 @@ constexpr float KEY_UNIT = 140.f, VALUE_UNIT = 0x1p-8f;
 // A code's bits, one further right but for the sign, are a float16 of 2^-8 of its value, exactly, but for the code of NaN,
 // which becomes 480 * 2^-8: what follows has to see to it. Two codes each from the even and the odd bytes.
 DEVICE void value_codes(u32 codes, u32& even, u32& odd) {
-    constexpr u32 MAGNITUDES = 0x3f803f80u;
-    u32 signs = codes & 0x80808080u;
-    asm("" : "+r"(signs));  // so that the compiler does not take other signs for each half
-    even = select_bits(MAGNITUDES, codes << 7, signs << 8);
-    odd = select_bits(MAGNITUDES, codes >> 1, signs);
+    place_codes<7>(codes, even, odd);
 }
 #endif
 
@@ -125,14 +109,10 @@ DEVICE uint2 order_of_codes(uint2 four) {
 #endif
 
 // What a warp takes in the first product.
-struct Part {
-    int values, keys, heads;
-    DEVICE explicit Part(int warp)
-        : values(warp % VALUE_PARTS), keys(warp / VALUE_PARTS % KEY_PARTS), heads(warp / VALUE_PARTS / KEY_PARTS) {}
-    DEVICE int first_key() const { return keys * (KEY_TILES * 16); }
-    DEVICE int tile(int n) const { return heads * QUERY_TILES + n; }
+struct Part : WarpPart {
+    using WarpPart::WarpPart;
     // The barrier of the two warps that share a sum, for a tile of their keys.
-    DEVICE int barrier(int tile) const { return 1 + tile + KEY_TILES * (values % SUMS + SUMS * (keys + KEY_PARTS * heads)); }
+    DEVICE int barrier(int tile) const { return 1 + tile + KEY_TILES * pair(); }
     DEVICE bool is_rope(int step) const { return LAYOUT == 1 && values == VALUE_PARTS - 1 && step >= STEPS - 4; }
 };
 

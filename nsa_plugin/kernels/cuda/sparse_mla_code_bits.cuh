@@ -16,11 +16,7 @@ constexpr float OUTPUT_FACTOR = 0x1p40f;  // of O: 2^120 / 2^80
 
 // Two bfloat16 each of the even and of the odd bytes.
 DEVICE void code_bits(u32 codes, u32& even, u32& odd) {
-    constexpr u32 MAGNITUDES = 0x07f007f0u;
-    u32 signs = codes & 0x80808080u;
-    asm("" : "+r"(signs));  // so that the compiler does not take other signs for each half
-    even = select_bits(MAGNITUDES, codes << 4, signs << 8);
-    odd = select_bits(MAGNITUDES, codes >> 4, signs);
+    place_codes<4>(codes, even, odd);
 }
 
 // Has bits of 0x80808080 if one of four codes is that of NaN: all its lower bits are ones, and another one changes the sign.

@@ -18,6 +18,14 @@
 #ifndef GROUP
 #define GROUP 1  // neighbouring query rows of a block, which share the union of their entries
 #endif
+// The first product is split over the warps: by values into four parts or two, by heads into one or two, by keys into the
+// rest.
+#ifndef VALUE_PARTS
+#define VALUE_PARTS 4
+#endif
+#ifndef HEAD_PARTS
+#define HEAD_PARTS 1
+#endif
 #ifndef SUMS
 #define SUMS 4  // sums of S in shared memory: one for every part of the values, or for two
 #endif
@@ -54,12 +62,16 @@ constexpr int COPIERS = PRODUCERS ? PRODUCERS : WARPS;  // warps that copy
 constexpr int COPIES = KEYS / COPIERS;           // records that one of them copies
 constexpr int LANES = KEYS / LANE_KEYS;          // lanes that exponentiate a column of S
 constexpr int COLUMNS = HEADS * LANES / (32 * MEMBERS);  // columns of S that a lane exponentiates
+constexpr int KEY_PARTS = MEMBERS / VALUE_PARTS / HEAD_PARTS;
+constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, in the first product
+constexpr int QUERY_TILES = NT / HEAD_PARTS;      // tiles of 8 heads a warp, there
 constexpr int S_STRIDE = KEYS + 4;  // floats between heads of S: lanes of a warp's store fall into 32 banks
 constexpr int P_STRIDE = KEYS + 8;  // halves between heads of P: 8 rows of a matrix in 32 banks
 constexpr int O_STRIDE = 516;       // floats between heads of a share's output in shared memory
 constexpr int TILES = NT / GROUP;   // tiles of a query row
 constexpr bool EMPTIES = PRODUCERS || TEAMS > 1;  // whether warps say that they have read a stage; else the block meets
 static_assert(HEADS * LANES % (32 * MEMBERS) == 0, "warps take whole columns");
+static_assert(NT % HEAD_PARTS == 0, "warps take whole tiles");
 static_assert(NT % GROUP == 0, "a query row takes whole tiles");
 static_assert((PRODUCERS & PRODUCERS - 1) == 0 && PRODUCERS <= WARPS, "warps that only copy are numbered by a mask");
 
@@ -75,6 +87,47 @@ DEVICE int column_of(int member, int lane, int j) {
     if (LANES < 16) return (member * COLUMNS + j) * (32 / LANES) + lane / LANES;
     return LANES == 32 ? member + MEMBERS * j : member + MEMBERS * (j * (32 / LANES) + lane / LANES);
 }
+
+// What a warp of a team takes in the first product.
+struct WarpPart {
+    int values, keys, heads;
+    DEVICE explicit WarpPart(int member)
+        : values(member % VALUE_PARTS), keys(member / VALUE_PARTS % KEY_PARTS), heads(member / VALUE_PARTS / KEY_PARTS) {}
+    DEVICE int first_key() const { return keys * (KEY_TILES * 16); }
+    DEVICE int tile(int n) const { return heads * QUERY_TILES + n; }
+    // The number, of a team's, of the two warps that share a sum.
+    DEVICE int pair() const { return values % SUMS + SUMS * (keys + KEY_PARTS * heads); }
+};
+
+// Of four codes of e4m3 two each, from the even and the odd bytes: their signs first, the other bits from place PLACE on.
+template <int PLACE>
+DEVICE void place_codes(u32 codes, u32& even, u32& odd) {
+    constexpr u32 MAGNITUDES = 0x007f007fu << PLACE;
+    u32 signs = codes & 0x80808080u;
+    asm("" : "+r"(signs));  // so that the compiler does not take other signs for each half
+    even = select_bits(MAGNITUDES, codes << PLACE, signs << 8);
+    odd = select_bits(MAGNITUDES, codes >> (8 - PLACE), signs);
+}
+
+// The blocks of keys that share `blockIdx.z` of a query row's entries has, where a call has one cache.
+struct RowShare {
+    const int* indices;
+    int begin, end;
+    int bound;  // of its entries
+
+    DEVICE RowShare(const Scope& scope, int row) {
+        int length = scope_length(scope, row);
+        int all = (length + KEYS - 1) / KEYS, share = (all + gridDim.z - 1) / gridDim.z;
+        begin = min(share * (int)blockIdx.z, all), end = min(begin + share, all);
+        bound = min(length, end * KEYS);
+        indices = scope.indices + row * scope.indices_stride;
+    }
+    // The slot of entry i of a block, or -1.
+    DEVICE int slot_of(int block, int i) const {
+        int e = block * KEYS + i;
+        return e < bound ? __ldg(indices + e) : -1;
+    }
+};
 
 // The warps of a team meet; and find out whether something holds for one of their threads.
 // The named barriers below these are those of `Part::barrier`, and `START` of sparse_mla_rows_in_teams.cuh.

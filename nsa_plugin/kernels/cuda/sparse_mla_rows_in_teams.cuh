@@ -34,17 +34,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     auto own = [&]() -> Team& { return shared.teams[team()]; };
 
     int row = blockIdx.x, first_head = HEADS * (TEAMS * blockIdx.y + team());
-    int length = scope_length(scope, row);
-    int all = (length + KEYS - 1) / KEYS, share = (all + gridDim.z - 1) / gridDim.z;
-    int begin = min(share * (int)blockIdx.z, all), end = min(begin + share, all);
-    int bound = min(length, end * KEYS);
-    const int* indices = scope.indices + row * scope.indices_stride;
+    RowShare entries(scope, row);
+    int begin = entries.begin, end = entries.end;
 
     init_barriers(shared, ARRIVALS);
-    auto slot_of = [&](int block, int i) -> int {
-        int e = block * KEYS + i;
-        return e < bound ? __ldg(indices + e) : -1;
-    };
+    auto slot_of = [&](int block, int i) -> int { return entries.slot_of(block, i); };
     auto counts = [&](int slot) -> bool { return (u32)slot < (u32)scope.num_slots; };
     auto copied_row = [&] { return known_record(warp, lane, 0); };
     auto copy = [&](int stage, int slot) {

@@ -1,4 +1,4 @@
-// The steps of sparse_mla_rows.cu on a block of keys: rows are copied, S = K Q^T, P = exp(S), O = V^T P.
+// The steps of sparse_mla_rows.cu, and of sparse_mla_converted.cuh, on a block of keys: rows are copied, S = K Q^T, P = exp(S), O = V^T P.
 #pragma once
 
 #ifndef RECORDS
@@ -11,19 +11,7 @@
 #include "sparse_mla_code_bits.cuh"
 #endif
 
-// The first product is split over a team's warps: by values into four parts or two, by heads into one or two, by keys into
-// the rest.
-#ifndef VALUE_PARTS
-#define VALUE_PARTS 4
-#endif
-#ifndef HEAD_PARTS
-#define HEAD_PARTS 1
-#endif
-
-constexpr int KEY_PARTS = MEMBERS / VALUE_PARTS / HEAD_PARTS;
-constexpr int KEY_TILES = KEYS / KEY_PARTS / 16;  // tiles of 16 keys a warp, there
 constexpr int STEPS = 36 / VALUE_PARTS;        // of 16 values, of a part
-constexpr int QUERY_TILES = NT / HEAD_PARTS;   // tiles of 8 heads a warp, in the first product
 constexpr int COPIED = 1152;                   // bytes of a row
 constexpr int ROW = 1168;                      // bytes between rows in shared memory: 16 modulo 128
 constexpr int UNIT = IN_TURN ? 16 : KEYS;      // rows of a stage
@@ -32,7 +20,6 @@ constexpr bool WRITES = IN_TURN || TEAMS > 1;  // whether a copying warp arrives
 constexpr int ARRIVALS = HOPPER ? COPIERS : (32 + WRITES) * COPIERS;  // on a stage's barrier, by a filling
 static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES == 2), "two parts share a sum, with a tile for each");
 constexpr bool SWAPS = SUMS < VALUE_PARTS;     // two warps add to one tile of their sum each
-static_assert(NT % HEAD_PARTS == 0, "warps take whole tiles");
 constexpr int CHAINS = QUERY_TILES * KEY_TILES == 1 ? 3 : 1;  // sums that a tile of S is made in: none waits for another
 
 // Of one team.
@@ -118,15 +105,10 @@ DEVICE void start_copies(Shared& shared, int stage, int copier, int record, int 
 }
 
 // What a warp of a team takes in the first product.
-struct Part {
-    int values, keys, heads;
-    DEVICE explicit Part(int member)
-        : values(member % VALUE_PARTS), keys(member / VALUE_PARTS % KEY_PARTS), heads(member / VALUE_PARTS / KEY_PARTS) {}
-    DEVICE int tile(int n) const { return heads * QUERY_TILES + n; }
+struct Part : WarpPart {
+    using WarpPart::WarpPart;
     // The number of the named barrier of the two warps that share a sum.
-    DEVICE int barrier(int team) const {
-        return 1 + values % SUMS + SUMS * (keys + KEY_PARTS * (heads + HEAD_PARTS * team));
-    }
+    DEVICE int barrier(int team) const { return 1 + pair() + SUMS * KEY_PARTS * HEAD_PARTS * team; }
 };
 
 // A warp's part of the query, as the products take it. Rows start at multiples of 4 bytes.
