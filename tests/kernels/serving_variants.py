@@ -33,6 +33,7 @@ from nsa_plugin.decision.plan import IndexerMode, IndexerPlan
 from nsa_plugin.decision.shapes import ModelShape
 from nsa_plugin.kernels.cuda import (
     attention,
+    sparse_mla_copy,
     sparse_mla_launch,
     sparse_mla_neighbours,
     sparse_mla_union,
@@ -59,6 +60,7 @@ REQUESTS = (
 DEVICE = torch.device("cuda")
 V32 = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="v32_fp8")
 V32_FEW_HEADS = ModelShape(num_heads=64, attn_tp_size=8, kv_layout="v32_fp8")
+V32_ALL_HEADS = ModelShape(num_heads=128, kv_layout="v32_fp8")
 V32_ROWS = ModelShape(num_heads=128, attn_tp_size=8, kv_layout="bf16")
 V4 = ModelShape(
     family="v4",
@@ -198,14 +200,24 @@ def shared(variants: Variants) -> None:
 
 def v32_few_heads(variants: Variants) -> None:
     """V3.2's prefills with 8 heads, of which long ones may attend unions of neighbouring query tokens."""
-    variants.serving = ""
-    providers = providers_of(V32_FEW_HEADS)
-    warming.warm({("sparse_mla_prefill", "cuda")}, providers, V32_FEW_HEADS, DEVICE)
-    for rows, offset in sizes():
-        variants.serving = f"8 heads, {rows} rows from {offset} on"
-        q, selected = empty(rows, 8, 576, dtype=BF16), empty(rows + offset, 2048)[offset:]
-        providers.attend("sparse_mla_prefill", "cuda", q, cache("v32_fp8", 64, 64), selected, scale=1.0, d_v=512)
+    v32_prefills(variants, V32_FEW_HEADS)
     assert sparse_mla_neighbours.HOPPER_LIMITS.rows in ROWS
+
+
+def v32_all_heads(variants: Variants) -> None:
+    """V3.2's prefills with 128 heads, of which long ones may attend a bfloat16 copy."""
+    v32_prefills(variants, V32_ALL_HEADS)
+    assert max(ROWS) >= sparse_mla_copy.LEAST_TOKENS
+
+
+def v32_prefills(variants: Variants, model: ModelShape) -> None:
+    variants.serving = ""
+    providers, heads = providers_of(model), model.attended_heads
+    warming.warm({("sparse_mla_prefill", "cuda")}, providers, model, DEVICE)
+    for rows, offset in sizes():
+        variants.serving = f"{heads} heads, {rows} rows from {offset} on"
+        q, selected = empty(rows, heads, 576, dtype=BF16), empty(rows + offset, 2048)[offset:]
+        providers.attend("sparse_mla_prefill", "cuda", q, cache("v32_fp8", 64, 64), selected, scale=1.0, d_v=512)
 
 
 def v32_rows(variants: Variants) -> None:
@@ -351,7 +363,7 @@ def plan_of(chunk: int) -> Any:
 
 
 Family = Callable[[Variants], None]
-FAMILIES: tuple[Family, ...] = (v32, v32_few_heads, v32_rows, shared, v4, sglang_prefills)
+FAMILIES: tuple[Family, ...] = (v32, v32_few_heads, v32_all_heads, v32_rows, shared, v4, sglang_prefills)
 PORTABLE: tuple[Family, ...] = (sglang_portable_steps, vllm_portable_batches)
 
 
@@ -364,7 +376,7 @@ def main() -> None:
     FakeTensor.all = lambda self: True
     warming.default_selector = lambda device, topk_: topk.topk_rows
     variants = Variants()
-    for module in (sparse_mla_launch, sparse_mla_neighbours, sparse_mla_union, sparse_mla_wide):
+    for module in (sparse_mla_copy, sparse_mla_launch, sparse_mla_neighbours, sparse_mla_union, sparse_mla_wide):
         module.load_kernel = variants.loaded  # type: ignore[attr-defined]
     sparse_mla_launch.compile_together = lambda source, sets: None
     with FakeTensorMode():

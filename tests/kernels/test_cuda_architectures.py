@@ -20,6 +20,7 @@ from nsa_plugin.kernels.cuda import (
     build,
     indexer,
     sparse_mla,
+    sparse_mla_copy,
     sparse_mla_launch,
     sparse_mla_neighbours,
     sparse_mla_rows,
@@ -40,7 +41,13 @@ RESERVED = KIB  # of a block's shared memory, for the system; the limit of a blo
 SIZED, REGCOUNT = 0x04, 0x2F  # of an entry: it has a size and a value behind its head; registers of a kernel
 HEADS = 128
 CACHE = Path(nsa_plugin.__file__).parents[1] / ".cache"
-CACHED = (sparse_mla_launch.kernels, sparse_mla_union.kernels, sparse_mla_neighbours._load, sparse_mla_wide.kernel)
+CACHED = (
+    sparse_mla_copy._load,
+    sparse_mla_launch.kernels,
+    sparse_mla_neighbours._load,
+    sparse_mla_union.kernels,
+    sparse_mla_wide.kernel,
+)
 
 
 class Compiled:
@@ -74,7 +81,7 @@ def load_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Device
         facts = facts_of(sm)
         monkeypatch.setattr(build, "_load", lambda *given: Compiled(sm, *given[:-1]))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: divmod(sm, 10))
-        for module in (sparse_mla_neighbours, sparse_mla_union):
+        for module in (sparse_mla_copy, sparse_mla_neighbours, sparse_mla_union):
             monkeypatch.setattr(module, "facts_of", lambda device: facts)
         return facts
 
@@ -163,7 +170,7 @@ def test_every_architecture_has_the_kernels_of_few_heads(sm: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32])
-@pytest.mark.parametrize("gate", [sparse_mla_launch.NO_GATE, sparse_mla_launch.SHARING])
+@pytest.mark.parametrize("gate", [sparse_mla_launch.NO_GATE, sparse_mla_launch.IF_FOUND])
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_unions_compile_and_fit(sm: int, gate: int, heads: int, load_for: Callable[[int], DeviceFacts]) -> None:
     """With the top-k of the models, and with the largest for which unions are offered."""
@@ -187,10 +194,28 @@ def test_what_decides_on_unions_compiles_and_fits(sm: int, load_for: Callable[[i
     most = sparse_mla_neighbours.limits(facts).heads
     sparse_mla_neighbours._load(most, 2048, False, torch.device("cpu"))
     build.load_kernel(sparse_mla_neighbours.SOURCE, "sample")((1, 1, 1), sparse_mla_neighbours.THREADS, ())
-    defines = sparse_mla.definitions("v32_fp8", facts) | {"GATE": sparse_mla_launch.NOT_SHARING}
+    defines = sparse_mla.definitions("v32_fp8", facts) | {"GATE": sparse_mla_launch.UNLESS_FOUND}
     for heads in (8, most):
         alone = sparse_mla_neighbours.alone(heads, facts)
         check_few_heads(sm, (sparse_mla.SOURCE, "attend"), alone, alone.shared_bytes("v32_fp8"), defines)
+
+
+@pytest.mark.parametrize("heads", [40, 128])
+@pytest.mark.parametrize("sm", [sm for sm in ARCHITECTURES if sm != sparse_mla_launch.HOPPER])
+def test_copies_compile_and_fit(sm: int, heads: int, load_for: Callable[[int], DeviceFacts]) -> None:
+    facts = load_for(sm)
+    sparse_mla_copy._load(heads, False, torch.device("cpu"))
+    mark, *others = sparse_mla_copy.copy_kernels()
+    mark((1, 1, 1), sparse_mla_copy.THREADS, (), shared_bytes=sparse_mla_copy.MOST_PAGES // 8)
+    for kernel in others:
+        kernel((1, 1, 1), sparse_mla_copy.THREADS, ())
+    rows = sparse_mla_copy.over_copy(heads, facts)
+    defines = sparse_mla_copy.row_definitions(facts)
+    check_few_heads(sm, (sparse_mla_rows.SOURCE, "attend_rows"), rows, rows.shared_bytes, defines)
+    records = sparse_mla_copy.over_records(heads, facts)
+    defines = sparse_mla.definitions("v32_fp8", facts) | {"GATE": sparse_mla_launch.UNLESS_FOUND}
+    check_few_heads(sm, (sparse_mla.SOURCE, "attend"), records, records.shared_bytes("v32_fp8"), defines)
+    assert (rows.heads, records.heads, records.converts) == (64, 64, True)
 
 
 @pytest.mark.parametrize("sm", [*ARCHITECTURES, 100])

@@ -14,6 +14,7 @@ from nsa_plugin.kernels.checks import KernelArgumentError
 from nsa_plugin.kernels.cuda import (
     attention,
     sparse_mla,
+    sparse_mla_copy,
     sparse_mla_launch,
     sparse_mla_neighbours,
     sparse_mla_rows,
@@ -103,8 +104,67 @@ def test_long_prefills_of_few_heads_let_the_gpu_decide(monkeypatch, architecture
     assert loaded == ([call] if suits and rows else [])
 
 
-def scope(topk=2048, layout=V32_FP8, slots=64):
-    return SimpleNamespace(cache=SimpleNamespace(layout=layout, num_slots=slots), topk=topk)
+@pytest.mark.parametrize(
+    ("rows", "suits", "chosen"),
+    [(1024, True, "copy"), (1023, True, "records"), (1024, False, "records"), (0, True, "records")],
+)
+def test_long_prefills_of_many_heads_attend_a_copy(monkeypatch, rows, suits, chosen):
+    loaded = []
+    monkeypatch.setattr(sparse_mla, "attend", lambda call: "records")
+    monkeypatch.setattr(sparse_mla_copy, "attend", lambda call: "copy")
+    monkeypatch.setattr(sparse_mla_copy, "suits", lambda call: suits)
+    monkeypatch.setattr(sparse_mla_copy, "load", loaded.append)
+    call = SimpleNamespace(heads=64, rows=rows, q=torch.zeros(1), scopes=(scope(),))
+    assert attention.attend_prefill(call) == chosen
+    # Compiled by the first batch that might have a longer one behind it.
+    assert loaded == ([call] if suits and rows else [])
+
+
+def scope(topk=2048, layout=V32_FP8, slots=64, page_size=64):
+    cache = SimpleNamespace(layout=layout, num_slots=slots, page_size=page_size, num_pages=slots // page_size)
+    return SimpleNamespace(cache=cache, topk=topk)
+
+
+@pytest.mark.parametrize(
+    ("changes", "architecture", "suits"),
+    [
+        ({}, 86, True),
+        ({}, 120, True),
+        ({}, 90, False),
+        ({"heads": 32}, 86, False),
+        ({"heads": 33}, 86, True),
+        ({"heads": 128}, 86, True),
+        ({"scopes": (scope(topk=0),)}, 86, False),
+        ({"scopes": (scope(slots=0),)}, 86, False),
+        ({"scopes": (scope(slots=2**18, page_size=1),)}, 86, True),
+        ({"scopes": (scope(slots=2**18 + 1, page_size=1),)}, 86, False),  # more pages than a block has bits for
+        ({"scopes": (scope(slots=2**17, page_size=65536),)}, 86, True),
+        ({"scopes": (scope(slots=2**18, page_size=65537),)}, 86, False),  # not even one page fits
+        ({"scopes": (scope(), scope())}, 86, False),
+        ({"scopes": (scope(layout=V4_FP8),)}, 86, False),
+        ({"out_dtype": torch.float32}, 86, False),
+    ],
+)
+def test_which_calls_suit_a_copy(monkeypatch, changes, architecture, suits):
+    monkeypatch.setattr(sparse_mla_copy, "facts_of", lambda device: facts_of(architecture))
+    q = SimpleNamespace(is_cuda=True, device="cuda")
+    given = {"heads": 64, "q": q, "scopes": (scope(),), "d_v": 512, "out_dtype": torch.bfloat16} | changes
+    assert sparse_mla_copy.suits(SimpleNamespace(**given)) is suits
+
+
+def test_a_copy_is_refused_on_sm90_and_where_no_page_fits(monkeypatch):
+    monkeypatch.setattr(sparse_mla_copy, "require_records", lambda call: call.scopes[0])
+    monkeypatch.setattr(sparse_mla_copy, "facts_of", lambda device: facts_of(90))
+    with pytest.raises(KernelArgumentError, match="the device is SM90; this kernel is for other GPUs"):
+        sparse_mla_copy.prefill(**host_arguments(HEADS))
+    monkeypatch.setattr(sparse_mla_copy, "facts_of", lambda device: facts_of(86))
+    given = host_arguments(HEADS)
+    pages, size = given["kv"].num_pages, given["kv"].page_size
+    message = (
+        f"kv has {pages} pages of {size}; a copy is of up to 262144 pages in the cache, and of up to {size - 1} rows"
+    )
+    with pytest.raises(KernelArgumentError, match=message):
+        sparse_mla_copy.prefill(**given, most_rows=size - 1)
 
 
 @pytest.mark.parametrize(

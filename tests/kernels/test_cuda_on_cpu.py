@@ -18,12 +18,14 @@ from nsa_plugin.kernels.cuda import (
     attention,
     build,
     sparse_mla,
+    sparse_mla_copy,
     sparse_mla_launch,
     sparse_mla_neighbours,
     sparse_mla_rows,
     sparse_mla_union,
     topk,
 )
+from nsa_plugin.kernels.kv_cache import gather_rows
 from nsa_plugin.kernels.sparse_mla import decode_op, prefill_op, reference_decode, reference_prefill
 from nsa_plugin.kernels.topk import reference_topk_rows
 from tests.kernels import cuda_on_cpu
@@ -40,8 +42,9 @@ pytestmark = pytest.mark.skipif(
     cuda_on_cpu.COMPILER is None or torch.cuda.is_available(), reason="needs g++, and runs where there is no GPU"
 )
 
-MODULES = (sparse_mla_launch, sparse_mla_neighbours, sparse_mla_union)
+MODULES = (sparse_mla_copy, sparse_mla_launch, sparse_mla_neighbours, sparse_mla_union)
 CACHED = (
+    sparse_mla_copy._load,
     sparse_mla_launch.kernels,
     sparse_mla_launch.nothings,
     sparse_mla_neighbours._load,
@@ -268,6 +271,78 @@ def test_unions_are_taken_where_neighbours_share(sharing: bool, heads: int) -> N
     assert torch.equal(found.lse, (united if sharing else alone).lse)
     assert torch.equal(found.out, (united if sharing else alone).out)
     assert not torch.equal(united.out, alone.out)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """New tensors are full of NaN, or of the largest integer, until they are written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def copy_case(heads: int, *, with_length: bool = True, page_size: int = 64, **more: Any) -> dict[str, Any]:
+    """Query tokens of a prefill that select from eight pages."""
+    given = {"tokens": 6, "topk": 150, "layout": "v32_fp8", "with_sink": with_length} | more
+    return prefill_case(heads=heads, slots=8 * page_size, with_length=with_length, page_size=page_size, **given)
+
+
+@pytest.mark.parametrize("with_length", [True, False])
+@pytest.mark.parametrize("page_size", [64, 48])
+@pytest.mark.parametrize("heads", [40, 72])
+@pytest.mark.parametrize("most_pages", [8, 7])
+@pytest.mark.usefixtures("poisoned")
+def test_a_copy_is_attended_where_it_has_room(most_pages: int, heads: int, page_size: int, with_length: bool) -> None:
+    """Of both kernels one runs: the results are, to the bit, those over bfloat16 rows or those over records."""
+    case = copy_case(heads, page_size=page_size, with_length=with_length)
+    bf16 = {"out_dtype": torch.bfloat16}
+    found = sparse_mla_copy.prefill(**case, **bf16, most_rows=most_pages * page_size)
+    expected = reference_prefill(**case, out_dtype=torch.float32)
+    absolute, relative = PREFILL_TOLERANCE
+    torch.testing.assert_close(found.out.float(), expected.out, atol=absolute, rtol=relative)
+    torch.testing.assert_close(found.lse, expected.lse, atol=1e-3, rtol=1e-3)
+    variant = sparse_mla_copy.over_records(heads, facts_of(86))
+    records = prefill_op(partial(sparse_mla.attend, variant=variant, splits=1))(**case, **bf16)
+    copy = case | {"kv": gather_rows(case["kv"], torch.arange(8 * page_size)).bfloat16()}
+    form = sparse_mla_copy.over_copy(heads, facts_of(86))
+    rows = prefill_op(partial(sparse_mla_rows.attend, variant=form, splits=1))(**copy, **bf16)
+    assert torch.equal(found.lse, (rows if most_pages == 8 else records).lse)
+    assert torch.equal(found.out, (rows if most_pages == 8 else records).out)
+    assert not torch.equal(rows.lse, records.lse)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_of_nan_in_a_copy_is_that_of_the_query_tokens_that_select_it(code: int) -> None:
+    case = copy_case(40, with_length=False)
+    indices = case["indices"]
+    slot = int(indices[3][(indices[3] >= 0) & (indices[3] < 512)][0])
+    case["kv"].data[slot // 64, slot % 64 * 656 + 300] = code
+    taken = (indices == slot).any(-1)
+    out = sparse_mla_copy.prefill(**case).out
+    assert out[taken].isnan().all()
+    assert not out[~taken].isnan().any()
+
+
+FAULTS_OF_A_COPY = {
+    "a page not marked": ("if (!(own[page / 32] & bit))", "if (page != 3 && !(own[page / 32] & bit))"),
+    "the scale of another tile": ("(half * 2 + lane / 16) * 4", "(half * 2) * 4"),
+    "values in another order": ("scaled(__byte_perm(even[k], odd[k], 0x5410)", "scaled(even[k]"),
+    "no RoPE": ("if (lane < 8) *(uint4*)(row + ROW_ROPE", "if (lane < 7) *(uint4*)(row + ROW_ROPE"),
+    "the last page left out": (
+        "int records = (most - left) * scope.page_size",
+        "int records = (most - left - 1) * scope.page_size",
+    ),
+    "another place in the page": ("+ slot - page * scope.page_size;", "+ (slot - page * scope.page_size ^ 1);"),
+    "both kernels": ("(__ldg(found) >= 0) == (GATE == 1)", "true"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_A_COPY)
+@pytest.mark.usefixtures("poisoned")
+def test_a_fault_in_a_copy_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_on_cpu, "edits", [FAULTS_OF_A_COPY[fault]])
+    with pytest.raises(AssertionError, match=r"not close|assert False"):
+        test_a_copy_is_attended_where_it_has_room(8, 40, 64, True)
 
 
 @pytest.mark.parametrize("tokens", [0, 5])

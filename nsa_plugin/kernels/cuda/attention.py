@@ -2,15 +2,16 @@
 
 Ops `sparse_mla_prefill` and `sparse_mla_decode`; contract: `nsa_plugin.kernels.sparse_mla`. bfloat16 rows have a kernel
 of their own (`sparse_mla_rows`). Of prefills over the V3.2 fp8 cache, long ones of few heads get
-`sparse_mla_neighbours`, and on SM90 those of many heads `sparse_mla_wide` where that is faster (record
-`docs/benchmarks/h200/sparse-mla-prefill`). Everything else gets `sparse_mla`.
+`sparse_mla_neighbours`; those of many heads get `sparse_mla_wide` on SM90 where that is faster (record
+`docs/benchmarks/h200/sparse-mla-prefill`), elsewhere `sparse_mla_copy` if they are long. Everything else gets
+`sparse_mla`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_neighbours, sparse_mla_rows, sparse_mla_wide
+from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_copy, sparse_mla_neighbours, sparse_mla_rows, sparse_mla_wide
 from nsa_plugin.kernels.cuda.sparse_mla_launch import suits_hopper
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, decode_op, prefill_op
 from nsa_plugin.kernels.triton.device import facts_of
@@ -32,6 +33,10 @@ def attend_prefill(call: SparseMlaCall) -> SparseMlaResult:
         sparse_mla_neighbours.load(call)
         if sparse_mla_neighbours.is_long(call):
             return sparse_mla_neighbours.attend(call)
+    if call.rows and sparse_mla_copy.suits(call):
+        sparse_mla_copy.load(call)
+        if sparse_mla_copy.is_long(call):
+            return sparse_mla_copy.attend(call)
     if call.heads <= MOST_FEW_HEADS or not call.rows or not suits_hopper(call):
         return attend_decode(call)
     of_block = sparse_mla_wide.heads_of_block(call.heads)

@@ -17,7 +17,7 @@ import torch
 
 from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     HOPPER,
-    NOT_SHARING,
+    UNLESS_FOUND,
     CudaScope,
     FewHeadsVariant,
     attend_in_shares,
@@ -222,7 +222,7 @@ def attend(
         out_float32=launch.out.dtype == torch.float32,
     )
     if gate is not None:
-        defines["GATE"], splits = NOT_SHARING, 1
+        defines["GATE"], splits = UNLESS_FOUND, 1
     return attend_in_shares(
         call,
         launch,

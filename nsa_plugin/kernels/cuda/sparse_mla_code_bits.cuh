@@ -19,9 +19,6 @@ DEVICE void code_bits(u32 codes, u32& even, u32& odd) {
     place_codes<4>(codes, even, odd);
 }
 
-// Has bits of 0x80808080 if one of four codes is that of NaN: all its lower bits are ones, and another one changes the sign.
-DEVICE u32 nan_codes(u32 codes) { return codes + 0x01010101u ^ codes; }
-
 // Values number 2 t and 2 t + 1 of the eight at an address, in the order that `code_bits` leaves them in.
 DEVICE u32 two_of_codes(const u16* at, int t) {
     uint2 four = __ldg((const uint2*)(at + (t & 2) * 2));

@@ -51,6 +51,7 @@
 #define FLAT 0  // pages follow each other without a gap, and so do the records in them
 #endif
 
+#include "codes.cuh"
 #include "scope.cuh"
 #include "sparse_mla_shares.cuh"
 
@@ -98,16 +99,6 @@ struct WarpPart {
     // The number, of a team's, of the two warps that share a sum.
     DEVICE int pair() const { return values % SUMS + SUMS * (keys + KEY_PARTS * heads); }
 };
-
-// Of four codes of e4m3 two each, from the even and the odd bytes: their signs first, the other bits from place PLACE on.
-template <int PLACE>
-DEVICE void place_codes(u32 codes, u32& even, u32& odd) {
-    constexpr u32 MAGNITUDES = 0x007f007fu << PLACE;
-    u32 signs = codes & 0x80808080u;
-    asm("" : "+r"(signs));  // so that the compiler does not take other signs for each half
-    even = select_bits(MAGNITUDES, codes << PLACE, signs << 8);
-    odd = select_bits(MAGNITUDES, codes >> (8 - PLACE), signs);
-}
 
 // The blocks of keys that share `blockIdx.z` of a query row's entries has, where a call has one cache.
 struct RowShare {

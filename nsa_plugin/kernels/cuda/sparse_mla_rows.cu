@@ -15,6 +15,7 @@
 // Positions and rows: positions 2 l and 2 l + 1 of S and P, l = 8 T + g, belong to rows 16 T + g and
 // 16 T + 8 + (g ^ 4) of shared memory, for the same reasons.
 
+#include "gate.cuh"
 #include "sparse_mla_rows_steps.cuh"
 
 #if IN_TURN
