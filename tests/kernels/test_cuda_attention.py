@@ -106,7 +106,7 @@ def test_long_prefills_of_few_heads_let_the_gpu_decide(monkeypatch, architecture
 
 @pytest.mark.parametrize(
     ("rows", "suits", "chosen"),
-    [(1024, True, "copy"), (1023, True, "records"), (1024, False, "records"), (0, True, "records")],
+    [(512, True, "copy"), (511, True, "records"), (512, False, "records"), (0, True, "records")],
 )
 def test_long_prefills_of_many_heads_attend_a_copy(monkeypatch, rows, suits, chosen):
     loaded = []

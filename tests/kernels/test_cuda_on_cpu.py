@@ -328,20 +328,24 @@ FAULTS_OF_A_COPY = {
     "the scale of another tile": ("(half * 2 + lane / 16) * 4", "(half * 2) * 4"),
     "values in another order": ("scaled(__byte_perm(even[k], odd[k], 0x5410)", "scaled(even[k]"),
     "no RoPE": ("if (lane < 8) *(uint4*)(row + ROW_ROPE", "if (lane < 7) *(uint4*)(row + ROW_ROPE"),
-    "the last page left out": (
-        "int records = (most - left) * scope.page_size",
-        "int records = (most - left - 1) * scope.page_size",
-    ),
+    "a page left out": ("int records = (most - left) *", "int records = (most - left - 1) *"),
     "another place in the page": ("+ slot - page * scope.page_size;", "+ (slot - page * scope.page_size ^ 1);"),
-    "both kernels": ("(__ldg(found) >= 0) == (GATE == 1)", "true"),
 }
+BOTH_KERNELS = ("(__ldg(found) >= 0) == (GATE == 1)", "true")
 
 
 @pytest.mark.parametrize("fault", FAULTS_OF_A_COPY)
 @pytest.mark.usefixtures("poisoned")
 def test_a_fault_in_a_copy_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_a_copy_is_attended_where_it_has_room(8, 40, 64, True)  # with which the other kernels are loaded
     monkeypatch.setattr(cuda_on_cpu, "edits", [FAULTS_OF_A_COPY[fault]])
     with pytest.raises(AssertionError, match=r"not close|assert False"):
+        test_a_copy_is_attended_where_it_has_room(8, 40, 64, True)
+
+
+def test_it_is_noticed_if_records_are_attended_beside_their_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_on_cpu, "edits", [BOTH_KERNELS])
+    with pytest.raises(AssertionError, match="assert False"):
         test_a_copy_is_attended_where_it_has_room(8, 40, 64, True)
 
 
