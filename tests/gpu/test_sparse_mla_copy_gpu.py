@@ -18,6 +18,9 @@ from tests.kernels.sparse_mla_cases import assert_same, prefill_case
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
+OUT = (8e-3, 3.01 / 128)
+"""Absolute and relative tolerance against records as they are: a value of up to 4 is rounded to bfloat16, and where
+few entries count, nothing averages that out."""
 
 
 @pytest.fixture(autouse=True, params=[86, 89], ids=["as SM86", "as SM89"])
@@ -61,7 +64,7 @@ def test_a_copy_against_the_reference(
     case = prefill_case(tokens=tokens, heads=heads, slots=slots, topk=topk, layout="v32_fp8", **given)
     found = sparse_mla_copy.prefill(**case)
     assert_same(found, reference_prefill(**rounded(case), out_dtype=torch.float32))
-    judges.close("out", found.out, reference_prefill(**case, out_dtype=torch.float32).out, judges.PREFILL_OUT)
+    judges.close("out", found.out, reference_prefill(**case, out_dtype=torch.float32).out, OUT)
     rows = over_rows(case)
     assert torch.equal(found.out, rows.out)
     assert torch.equal(found.lse, rows.lse)
@@ -70,7 +73,7 @@ def test_a_copy_against_the_reference(
     if with_length:
         valid &= torch.arange(topk, device=DEVICE) < case["topk_length"].unsqueeze(1)
     pages = len(torch.unique(case["indices"][valid] // page_size))
-    exact = sparse_mla_copy.prefill(**case, most_rows=pages * page_size)
+    exact = sparse_mla_copy.prefill(**case, most_rows=max(1, pages) * page_size)
     assert torch.equal(exact.lse, rows.lse)
     if pages > 1:
         alone, few = over_records(case), sparse_mla_copy.prefill(**case, most_rows=(pages - 1) * page_size)
