@@ -79,7 +79,7 @@ class Driver:
 def without_a_gpu(sm: int) -> dict[str, list[dict[str, Any]]]:
     """Have launches compiled for an SM version instead: {kernel: what a block of each compilation needs}."""
     driver.set_active(Driver(sm))
-    facts = {"multi_processor_count": 132, "major": sm // 10, "minor": sm % 10}
+    facts = {"multi_processor_count": 132, "major": sm // 10, "minor": sm % 10, "L2_cache_size": 50 << 20}
     properties = SimpleNamespace(**facts, shared_memory_per_block_optin=shared_memory_per_block(sm))
     torch.cuda.get_device_properties = lambda device=None: properties
     torch.cuda.get_device_capability = lambda device=None: divmod(sm, 10)

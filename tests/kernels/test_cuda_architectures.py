@@ -170,7 +170,7 @@ def test_every_architecture_has_the_kernels_of_few_heads(sm: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32])
-@pytest.mark.parametrize("gate", [sparse_mla_launch.NO_GATE, sparse_mla_launch.IF_FOUND])
+@pytest.mark.parametrize("gate", [sparse_mla_launch.NO_GATE, sparse_mla_launch.UNLESS_NEGATIVE])
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_unions_compile_and_fit(sm: int, gate: int, heads: int, load_for: Callable[[int], DeviceFacts]) -> None:
     """With the top-k of the models, and with the largest for which unions are offered."""
@@ -194,7 +194,7 @@ def test_what_decides_on_unions_compiles_and_fits(sm: int, load_for: Callable[[i
     most = sparse_mla_neighbours.limits(facts).heads
     sparse_mla_neighbours._load(most, 2048, False, torch.device("cpu"))
     build.load_kernel(sparse_mla_neighbours.SOURCE, "sample")((1, 1, 1), sparse_mla_neighbours.THREADS, ())
-    defines = sparse_mla.definitions("v32_fp8", facts) | {"GATE": sparse_mla_launch.UNLESS_FOUND}
+    defines = sparse_mla.definitions("v32_fp8", facts) | {"GATE": sparse_mla_launch.IF_NEGATIVE}
     for heads in (8, most):
         alone = sparse_mla_neighbours.alone(heads, facts)
         check_few_heads(sm, (sparse_mla.SOURCE, "attend"), alone, alone.shared_bytes("v32_fp8"), defines)
@@ -213,7 +213,7 @@ def test_copies_compile_and_fit(sm: int, heads: int, load_for: Callable[[int], D
     defines = sparse_mla_copy.row_definitions(facts)
     check_few_heads(sm, (sparse_mla_rows.SOURCE, "attend_rows"), rows, rows.shared_bytes, defines)
     records = sparse_mla_copy.over_records(heads, facts)
-    defines = sparse_mla.definitions("v32_fp8", facts) | {"GATE": sparse_mla_launch.UNLESS_FOUND}
+    defines = sparse_mla.definitions("v32_fp8", facts) | {"GATE": sparse_mla_launch.IF_NEGATIVE}
     check_few_heads(sm, (sparse_mla.SOURCE, "attend"), records, records.shared_bytes("v32_fp8"), defines)
     assert (rows.heads, records.heads, records.converts) == (64, 64, True)
 

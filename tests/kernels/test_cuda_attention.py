@@ -152,6 +152,24 @@ def test_which_calls_suit_a_copy(monkeypatch, changes, architecture, suits):
     assert sparse_mla_copy.suits(SimpleNamespace(**given)) is suits
 
 
+def test_there_is_no_copy_where_the_l2_cache_is_small(monkeypatch):
+    """That of an A10, A40 or RTX 3090 has 6 MiB, an A100's 40, an H200's 50 or more."""
+    q = SimpleNamespace(is_cuda=True, device="cuda")
+    call = SimpleNamespace(heads=64, q=q, scopes=(scope(),), d_v=512, out_dtype=torch.bfloat16)
+    for mib, suits in ((0, False), (6, False), (35, False), (36, True), (40, True)):
+        monkeypatch.setattr(
+            sparse_mla_copy, "facts_of", lambda device, mib=mib: facts_of(86)._replace(l2_cache=mib << 20)
+        )
+        assert sparse_mla_copy.suits(call) is suits
+
+
+def test_the_host_and_the_source_of_a_copy_agree():
+    source = (Path(sparse_mla.__file__).parent / sparse_mla_copy.SOURCE).read_text()
+    assert (int(re.search(r"THREADS = (\d+);", source)[1]), 1, 1) == sparse_mla_copy.THREADS
+    assert f"ROW = {sparse_mla_rows.ROW_BYTES};" in source
+    assert f"RECORD = {V32_FP8.row_bytes}," in source
+
+
 def test_a_copy_is_refused_on_sm90_and_where_no_page_fits(monkeypatch):
     monkeypatch.setattr(sparse_mla_copy, "require_records", lambda call: call.scopes[0])
     monkeypatch.setattr(sparse_mla_copy, "facts_of", lambda device: facts_of(90))

@@ -64,7 +64,8 @@ def run_as(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
     for module in (*MODULES, build):
         monkeypatch.setattr(module, "load_kernel", cuda_on_cpu.load_kernel)
-    monkeypatch.setattr(sparse_mla_launch, "compile_together", lambda source, sets: None)
+    for module in (sparse_mla_copy, sparse_mla_launch):
+        monkeypatch.setattr(module, "compile_together", lambda source, sets: None)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     as_sm(86)
@@ -311,6 +312,25 @@ def test_a_copy_is_attended_where_it_has_room(most_pages: int, heads: int, page_
     assert not torch.equal(rows.lse, records.lse)
 
 
+@pytest.mark.usefixtures("poisoned")
+def test_a_copy_of_a_few_of_many_pages() -> None:
+    """More pages than a block's threads take at a time, with a row each. Those that are selected from just fit, or one of
+    them does not."""
+    pages = 9000
+    case = prefill_case(tokens=6, heads=40, slots=pages, topk=150, layout="v32_fp8", page_size=1, with_length=False)
+    selected = len(case["indices"][(case["indices"] >= 0) & (case["indices"] < pages)].unique())
+    assert pages > 32 * sparse_mla_copy.THREADS[0]
+    assert 300 < selected < pages // 10
+    found = [sparse_mla_copy.prefill(**case, most_rows=rows) for rows in (selected, selected - 1)]
+    copy = case | {"kv": gather_rows(case["kv"], torch.arange(pages)).bfloat16()}
+    forms = sparse_mla_copy.over_copy(40, facts_of(86)), sparse_mla_copy.over_records(40, facts_of(86))
+    rows = prefill_op(partial(sparse_mla_rows.attend, variant=forms[0], splits=1))(**copy)
+    records = prefill_op(partial(sparse_mla.attend, variant=forms[1], splits=1))(**case)
+    for one, expected in zip(found, (rows, records), strict=True):
+        assert torch.equal(one.out, expected.out)
+        assert torch.equal(one.lse, expected.lse)
+
+
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 def test_a_code_of_nan_in_a_copy_is_that_of_the_query_tokens_that_select_it(code: int) -> None:
     case = copy_case(40, with_length=False)
@@ -331,7 +351,7 @@ FAULTS_OF_A_COPY = {
     "a page left out": ("int records = (most - left) *", "int records = (most - left - 1) *"),
     "another place in the page": ("+ slot - page * scope.page_size;", "+ (slot - page * scope.page_size ^ 1);"),
 }
-BOTH_KERNELS = ("(__ldg(found) >= 0) == (GATE == 1)", "true")
+BOTH_KERNELS = ("(__ldg(gate) >= 0) == (GATE == 1)", "true")
 
 
 @pytest.mark.parametrize("fault", FAULTS_OF_A_COPY)

@@ -187,9 +187,9 @@ def test_the_host_and_the_sources_agree_on_constants():
 def test_the_host_and_the_gate_agree():
     folder = Path(sparse_mla.__file__).parent
     gate, sample = (folder / "gate.cuh").read_text(), (folder / sparse_mla_neighbours.SOURCE).read_text()
-    assert f"GATE == {sparse_mla_launch.IF_FOUND})" in gate
+    assert f"GATE == {sparse_mla_launch.UNLESS_NEGATIVE})" in gate
     assert "#define GATE 0 " in gate
-    assert (sparse_mla_launch.NO_GATE, sparse_mla_launch.UNLESS_FOUND) == (0, 2)
+    assert (sparse_mla_launch.NO_GATE, sparse_mla_launch.IF_NEGATIVE) == (0, 2)
     assert (int(re.search(r"THREADS = (\d+);", sample)[1]), 1, 1) == sparse_mla_neighbours.THREADS
 
 

@@ -17,7 +17,7 @@ import torch
 
 from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     HOPPER,
-    UNLESS_FOUND,
+    IF_NEGATIVE,
     CudaScope,
     FewHeadsVariant,
     attend_in_shares,
@@ -196,7 +196,8 @@ def attend(
     Args:
         splits: shares of a token's entries that are attended apart and then added up.
         variant: of the kernel. None for either: `choose_variant`.
-        gate: [1] int32, see `sparse_mla_neighbours`: attend, in one share, only if neighbours do not share enough.
+        gate: [1] int32 on the device, from `sparse_mla_neighbours` or `sparse_mla_copy`: attend, in one share, only if
+            it is negative.
         result: to write; None: a new one.
 
     Raises:
@@ -222,7 +223,7 @@ def attend(
         out_float32=launch.out.dtype == torch.float32,
     )
     if gate is not None:
-        defines["GATE"], splits = UNLESS_FOUND, 1
+        defines["GATE"], splits = IF_NEGATIVE, 1
     return attend_in_shares(
         call,
         launch,

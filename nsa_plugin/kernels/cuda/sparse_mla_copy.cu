@@ -1,11 +1,11 @@
 // A bfloat16 copy of the V3.2 records that a batch's query rows select, for sparse_mla_rows.cu: four kernels, in this order.
 //
 //   mark_pages       which pages are selected from
-//   number_pages     the marked pages, in their order; and whether the copy has room for them
+//   number_pages     the marked pages, in their order; and whether the copy has as many
 //   copy_pages       their records, as rows of 576 values
-//   rename_entries   where in the copy the entries are
+//   remap_indices    to slots of the copy
 //
-// Without room the last two end at once, and what attends reads the records themselves (gate.cuh).
+// With too few pages the last two end at once, and what attends reads the records themselves (gate.cuh).
 
 #include "codes.cuh"
 #include "gate.cuh"
@@ -51,11 +51,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) mark_pages(Scope scope, in
         if (own[at] & ~marks[at]) atomicOr(&marks[at], own[at]);
 }
 
-// `numbers` of marked pages; the `pages` with the numbers up to `most`; and the `room` that is left, negative if there is
-// none. One block.
+// `numbers` of the marked pages; `pages` by number, of which the copy has `most`; and how many of these are free, negative
+// if they are too few. One block.
 extern "C" __global__ void __launch_bounds__(THREADS) number_pages(
     const u32* __restrict__ marks, int words, int most, int* __restrict__ numbers, int* __restrict__ pages,
-    int* __restrict__ room) {
+    int* __restrict__ free_pages) {
     __shared__ int counts[THREADS];
     int tid = threadIdx.x, each = (words + THREADS - 1) / THREADS, begin = min(tid * each, words);
     int end = min(begin + each, words), count = 0;
@@ -64,10 +64,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) number_pages(
     __syncthreads();
     int next = 0;
     for (int before = 0; before < tid; ++before) next += counts[before];
-    if (tid == THREADS - 1) *room = most - next - count;
+    if (tid == THREADS - 1) *free_pages = most - next - count;
     for (int at = begin; at < end; ++at)
-        for (u32 left = marks[at]; left; left &= left - 1) {
-            int page = at * 32 + __ffs(left) - 1;
+        for (u32 bits = marks[at]; bits; bits &= bits - 1) {
+            int page = at * 32 + __ffs(bits) - 1;
             if (next < most) pages[next] = page;
             numbers[page] = next++;
         }
@@ -78,10 +78,10 @@ DEVICE u32 scaled(u32 two, float scale) {
     return pack_bf16(bits_to_float(two << 16) * UNIT * scale, bits_to_float(two & 0xffff0000u) * UNIT * scale);
 }
 
-// `rows`: the records of the first `most - room` of `pages`. A warp takes a record.
+// `rows`: the records of the first `most - free_pages` of `pages`. A warp takes a record.
 extern "C" __global__ void __launch_bounds__(THREADS) copy_pages(
-    Scope scope, const int* __restrict__ pages, const int* __restrict__ room, int most, u8* __restrict__ rows) {
-    int left = *room, lane = threadIdx.x % 32;
+    Scope scope, const int* __restrict__ pages, const int* __restrict__ free_pages, int most, u8* __restrict__ rows) {
+    int left = *free_pages, lane = threadIdx.x % 32;
     if (left < 0) return;
     int records = (most - left) * scope.page_size;
     for (int at = blockIdx.x * WARPS + threadIdx.x / 32; at < records; at += gridDim.x * WARPS) {
@@ -109,14 +109,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy_pages(
     }
 }
 
-// `renamed` [rows, topk]: slots of the copy, which has pages as the cache has; -1 for entries that do not count. Those
+// `remapped` [rows, topk]: slots of the copy, which has pages as the cache has; -1 for entries that do not count. Those
 // behind a row's length stay unwritten.
-extern "C" __global__ void __launch_bounds__(THREADS) rename_entries(
-    Scope scope, int rows, const int* __restrict__ numbers, const int* __restrict__ room, int* __restrict__ renamed) {
-    if (*room < 0) return;
+extern "C" __global__ void __launch_bounds__(THREADS) remap_indices(
+    Scope scope, int rows, const int* __restrict__ numbers, const int* __restrict__ free_pages, int* __restrict__ remapped) {
+    if (*free_pages < 0) return;
     each_entry(scope, rows, [&](i64 at, int slot) {
-        if (slot < 0) return (void)(renamed[at] = -1);
+        if (slot < 0) return (void)(remapped[at] = -1);
         int page = page_of(scope, slot);
-        renamed[at] = numbers[page] * scope.page_size + slot - page * scope.page_size;
+        remapped[at] = numbers[page] * scope.page_size + slot - page * scope.page_size;
     });
 }

@@ -30,8 +30,8 @@ MAX_SPLITS = 16  # as many blocks as a cluster may have
 HOPPER = 90  # the SM version with bulk copies and clusters
 NOTHINGS = 1024  # records that stand for entries which do not count
 NOT_COUNTED = -(2.0**-100)  # and their scales, with V3.2
-NO_GATE, IF_FOUND, UNLESS_FOUND = 0, 1, 2
-"""`GATE` of gate.cuh: a kernel runs always, or if neighbouring query tokens share enough, or if they do not."""
+NO_GATE, UNLESS_NEGATIVE, IF_NEGATIVE = 0, 1, 2
+"""`GATE` of gate.cuh: a kernel runs always, or by the sign of a number on the GPU: unless or if it is negative."""
 
 
 @dataclass(frozen=True, kw_only=True)

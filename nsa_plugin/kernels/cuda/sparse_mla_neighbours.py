@@ -22,8 +22,8 @@ from nsa_plugin.kernels.cuda import sparse_mla, sparse_mla_union
 from nsa_plugin.kernels.cuda.build import load_kernel
 from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     HOPPER,
-    IF_FOUND,
-    UNLESS_FOUND,
+    IF_NEGATIVE,
+    UNLESS_NEGATIVE,
     CudaScope,
     cuda_scope,
     is_flat,
@@ -105,9 +105,9 @@ def _load(heads: int, topk: int, flat: bool, device: torch.device) -> None:
     facts = facts_of(device)
     defines = sparse_mla.definitions(V32_FP8.name, facts, is_flat=flat)
     load_kernel(SOURCE, "sample")
-    united = tuple((defines | {"GATE": IF_FOUND}).items())
+    united = tuple((defines | {"GATE": UNLESS_NEGATIVE}).items())
     sparse_mla_union.kernels(topk, sparse_mla_union.variant_for(heads, facts), united, device.index)
-    sparse_mla.load(alone(heads, facts), V32_FP8.name, defines | {"GATE": UNLESS_FOUND}, device.index)
+    sparse_mla.load(alone(heads, facts), V32_FP8.name, defines | {"GATE": IF_NEGATIVE}, device.index)
 
 
 def attend(call: SparseMlaCall) -> SparseMlaResult:

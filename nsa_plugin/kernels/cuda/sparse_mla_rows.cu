@@ -1,5 +1,5 @@
-// Sparse MLA over paged bfloat16 rows of 576 values for few query heads: for SM90, and from SM80 on without bulk copies
-// and clusters.
+// Sparse MLA over paged bfloat16 rows of 576 values, of a cache or of a copy of fp8 records (sparse_mla_copy.cu): for SM90,
+// and from SM80 on without bulk copies and clusters.
 //
 // As sparse_mla.cu, whose comments hold here too: a block of 8 warps attends a query token, or several in turn, with a group
 // of up to 8 * NT heads, KEYS keys at a time, keys as rows of the matrix products (mma.m16n8k16) and heads as columns.
@@ -19,10 +19,16 @@
 #include "sparse_mla_rows_steps.cuh"
 
 #if IN_TURN
+#if GATE
+#error "this form has no gate"
+#endif
 #include "sparse_mla_rows_in_turn.cuh"
 #elif TEAMS > 1
 #include "sparse_mla_rows_in_teams.cuh"
 #else
+#if GATE
+#error "this form has no gate"
+#endif
 // Attention of query row `blockIdx.x`, for HEADS heads from HEADS * `blockIdx.y` on, over the share `blockIdx.z` of its
 // entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are a
 // cluster, which adds up in the end, or `partial_out` and `partials` hold every share's own for `combine`.

@@ -1,4 +1,4 @@
-"""Sparse MLA for few heads over paged bfloat16 rows of 576 values, in CUDA C++ (`sparse_mla_rows.cu`).
+"""Sparse MLA over paged bfloat16 rows of 576 values, in CUDA C++ (`sparse_mla_rows.cu`).
 
 Ops `sparse_mla_prefill` and `sparse_mla_decode`; contract: `nsa_plugin.kernels.sparse_mla`. On SM90 the kernel copies
 rows in bulk and adds up a row's shares in a cluster of blocks; on SM80 to SM89 and SM120 it needs neither. It takes

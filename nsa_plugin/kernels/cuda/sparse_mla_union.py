@@ -22,9 +22,9 @@ from nsa_plugin.kernels.cuda.build import CudaKernel, load_kernel
 from nsa_plugin.kernels.cuda.sparse_mla import Variant
 from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     HOPPER,
-    IF_FOUND,
     LOG2_E,
     NO_GATE,
+    UNLESS_NEGATIVE,
     CudaScope,
     cuda_scope,
     nothings,
@@ -121,7 +121,7 @@ def attend(
     out_float32 = launch.out.dtype == torch.float32
     defines = sparse_mla.definitions(V32_FP8.name, launch.facts, is_flat=scope.is_flat, out_float32=out_float32)
     gates = () if gate is None else (gate,)
-    defines["GATE"] = IF_FOUND if gates else NO_GATE
+    defines["GATE"] = UNLESS_NEGATIVE if gates else NO_GATE
     groups, size, int64 = -(-rows // group), ctypes.c_int, ctypes.c_int64
     bits = table_bits(topk, group)
     with torch.cuda.device_of(launch.q):

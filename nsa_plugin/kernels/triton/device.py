@@ -22,11 +22,13 @@ class DeviceFacts(NamedTuple):
         sms: processors.
         architecture: SM version (90 for SM90); 0 for Triton's interpreter.
         shared_memory: bytes that a block may request.
+        l2_cache: bytes; the device's own, also while another GPU is emulated.
     """
 
     sms: int
     architecture: int
     shared_memory: int
+    l2_cache: int = 0
 
     @property
     def native_fp8(self) -> bool:
@@ -112,4 +114,9 @@ def _pad_triton_kernels() -> None:
 def _probed(device: torch.device) -> DeviceFacts:
     properties = torch.cuda.get_device_properties(device)
     architecture = 10 * properties.major + properties.minor
-    return DeviceFacts(properties.multi_processor_count, architecture, int(properties.shared_memory_per_block_optin))
+    return DeviceFacts(
+        sms=properties.multi_processor_count,
+        architecture=architecture,
+        shared_memory=int(properties.shared_memory_per_block_optin),
+        l2_cache=int(properties.L2_cache_size),
+    )
