@@ -314,7 +314,7 @@ def test_a_copy_is_attended_where_it_has_room(most_pages: int, heads: int, page_
 
 @pytest.mark.usefixtures("poisoned")
 def test_a_copy_of_a_few_of_many_pages() -> None:
-    """More pages than a block's threads take at a time, with a row each: those selected from just fit, or one does not."""
+    """More pages than a block takes at a time, with a row each; the selected ones just fit, or one does not."""
     pages = 9000
     case = prefill_case(tokens=6, heads=40, slots=pages, topk=150, layout="v32_fp8", page_size=1, with_length=False)
     selected = len(case["indices"][(case["indices"] >= 0) & (case["indices"] < pages)].unique())
