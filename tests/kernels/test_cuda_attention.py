@@ -164,10 +164,11 @@ def test_there_is_no_copy_where_the_l2_cache_is_small(monkeypatch):
 
 
 def test_the_host_and_the_source_of_a_copy_agree():
-    source = (Path(sparse_mla.__file__).parent / sparse_mla_copy.SOURCE).read_text()
+    folder = Path(sparse_mla.__file__).parent
+    source, bits = (folder / sparse_mla_copy.SOURCE).read_text(), (folder / "sparse_mla_code_bits.cuh").read_text()
     assert (int(re.search(r"THREADS = (\d+);", source)[1]), 1, 1) == sparse_mla_copy.THREADS
     assert f"ROW = {sparse_mla_rows.ROW_BYTES};" in source
-    assert f"RECORD = {V32_FP8.row_bytes}," in source
+    assert f"RECORD = {V32_FP8.row_bytes};" in bits
 
 
 def test_a_copy_is_refused_on_sm90_and_where_no_page_fits(monkeypatch):

@@ -10,3 +10,12 @@
 // Whether this kernel is the one to run. The number is negative where neighbouring query rows do not share enough
 // (sparse_mla_sample.cu), or where a copy has too few pages (sparse_mla_copy.cu).
 DEVICE bool goes_on(const int* __restrict__ gate) { return (__ldg(gate) >= 0) == (GATE == 1); }
+
+// The last parameter and the first statement of a kernel that may have a gate.
+#if GATE
+#define GATE_PARAMETER , const int* __restrict__ gate
+#define END_AT_GATE if (!goes_on(gate)) return;
+#else
+#define GATE_PARAMETER
+#define END_AT_GATE
+#endif

@@ -17,9 +17,13 @@ struct Scope {
     int topk;
 };
 
+DEVICE int page_of(const Scope& scope, int slot) {
+    return scope.page_shift >= 0 ? slot >> scope.page_shift : slot / scope.page_size;
+}
+
 // Where the record of a slot lies, where those of a page follow each other.
 DEVICE const u8* find_record(const Scope& scope, int slot, int bytes) {
-    int page = scope.page_shift >= 0 ? slot >> scope.page_shift : slot / scope.page_size;
+    int page = page_of(scope, slot);
     return scope.data + page * scope.page_stride + (i64)(slot - page * scope.page_size) * bytes;
 }
 

@@ -50,13 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 #if GROUP > 1
     , int rows  // of all groups; `first` has the indices of a group as its row, and there is one share
 #endif
-#if GATE
-    , const int* __restrict__ gate
-#endif
-    ) {
-#if GATE
-    if (!goes_on(gate)) return;
-#endif
+    GATE_PARAMETER) {
+    END_AT_GATE
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)memory;
     // Both in ways that the compiler cannot repeat, as it would rather than keep them in registers: a reduction leaves

@@ -1,9 +1,11 @@
-// V3.2's fp8 codes as operands of bfloat16 products: what sparse_mla_converted.cuh and its steps share.
+// V3.2's fp8 codes as bfloat16: what sparse_mla_converted.cuh, its steps and sparse_mla_copy.cu share.
 //
 // A code's bits, its sign moved, are a bfloat16 of 2^-120 of its value, exactly, but for the code of NaN. The smallest are
 // subnormal, which tensor cores multiply as they are (Fasi et al., Numerical behavior of NVIDIA tensor cores, 2021). Powers
 // of two, of which the query and the weights P have a part each, keep products and sums within float32's range.
 #pragma once
+
+#include "codes.cuh"
 
 constexpr int RECORD = 656;                                       // bytes
 constexpr int RECORD_SCALES = 512, RECORD_ROPE = 528;             // in a record

@@ -46,14 +46,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads,
     Scope scope, Scope, const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
     u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride, float* __restrict__ lse,
-    float* __restrict__ max_logits, float* __restrict__ partial_out, Share* __restrict__ partials
-#if GATE
-    , const int* __restrict__ gate
-#endif
-    ) {
-#if GATE
-    if (!goes_on(gate)) return;
-#endif
+    float* __restrict__ max_logits, float* __restrict__ partial_out, Share* __restrict__ partials GATE_PARAMETER) {
+    END_AT_GATE
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)memory;
     // In ways that the compiler cannot repeat: see sparse_mla.cu.

@@ -7,20 +7,13 @@
 //
 // With too few pages the last two end at once, and what attends reads the records themselves (gate.cuh).
 
-#include "codes.cuh"
-#include "gate.cuh"
 #include "scope.cuh"
+#include "sparse_mla_code_bits.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
-constexpr int RECORD = 656, ROW = 1152;  // bytes
-constexpr int SCALES = 512, ROPE = 528;  // in a record
-constexpr int ROW_ROPE = 1024;           // in a row
-constexpr float UNIT = 0x1p120f;         // codes placed at bit 4 are bfloat16 of 2^-120 of their values
-
-DEVICE int page_of(const Scope& scope, int slot) {
-    return scope.page_shift >= 0 ? slot >> scope.page_shift : slot / scope.page_size;
-}
+constexpr int ROW = 1152;         // bytes
+constexpr float UNIT = 0x1p120f;  // `code_bits` are 2^-120 of the values
 
 // Calls `use` with the place of each entry of the block's query rows that lies within its row's length, and with its slot:
 // -1 for one that does not count.
@@ -91,10 +84,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy_pages(
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             uint2 codes = *(const uint2*)(record + half * 256 + lane * 8);
-            float scale = *(const float*)(record + SCALES + (half * 2 + lane / 16) * 4);
+            float scale = *(const float*)(record + RECORD_SCALES + (half * 2 + lane / 16) * 4);
             u32 even[2], odd[2];
-            place_codes<4>(codes.x, even[0], odd[0]);
-            place_codes<4>(codes.y, even[1], odd[1]);
+            code_bits(codes.x, even[0], odd[0]);
+            code_bits(codes.y, even[1], odd[1]);
             u32 values[4];
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
@@ -105,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy_pages(
             if ((nan_codes(codes.x) | nan_codes(codes.y)) & 0x80808080u) values[0] = 0x7fff;
             *(uint4*)(row + half * 512 + lane * 16) = make_uint4(values[0], values[1], values[2], values[3]);
         }
-        if (lane < 8) *(uint4*)(row + ROW_ROPE + lane * 16) = *(const uint4*)(record + ROPE + lane * 16);
+        if (lane < 8) *(uint4*)(row + ROW_ROPE + lane * 16) = *(const uint4*)(record + RECORD_ROPE + lane * 16);
     }
 }
 

@@ -33,8 +33,8 @@ from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     new_result,
     prepare,
     require_records,
+    result_of_either,
     suits_records,
-    writable_rows,
 )
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
 from nsa_plugin.kernels.triton.device import DeviceFacts, facts_of
@@ -144,14 +144,10 @@ def attend(call: SparseMlaCall, *, most_rows: int = MOST_ROWS) -> SparseMlaResul
     result = new_result(call)
     if not call.q.numel():
         return result
-    # Both kernels write where they can; neither may copy from where only the other has written.
-    written = writable_rows(result.out).view(result.out.shape)
-    own = SparseMlaResult(written, result.lse, result.max_logits)
     scope, free_pages = copy_pages(call, cuda_scope(call, given, V32_FP8), pages, facts)
-    _attend_copy(call, scope, free_pages, own)
-    sparse_mla.attend(call, variant=over_records(call.heads, facts), gate=free_pages, result=own)
-    if written.data_ptr() != result.out.data_ptr():
-        result.out.copy_(written)
+    with result_of_either(result) as own:
+        _attend_copy(call, scope, free_pages, own)
+        sparse_mla.attend(call, variant=over_records(call.heads, facts), gate=free_pages, result=own)
     return result
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -340,6 +341,18 @@ def attend_in_shares(
 def clusters(attend: CudaKernel, shared: int, threads: tuple[int, int, int], splits: int) -> int:
     """Clusters of so many shares that run at once on the current device."""
     return attend.resident_clusters(threads, (1, 1, splits), shared_bytes=shared)
+
+
+@contextmanager
+def result_of_either(result: SparseMlaResult) -> Iterator[SparseMlaResult]:
+    """The result to be written by two kernels of which one ends at once.
+
+    Both write where they can; neither may copy from where only the other has written.
+    """
+    written = writable_rows(result.out).view(result.out.shape)
+    yield SparseMlaResult(written, result.lse, result.max_logits)
+    if written.data_ptr() != result.out.data_ptr():
+        result.out.copy_(written)
 
 
 def readable_queries(q: torch.Tensor) -> torch.Tensor:

@@ -29,9 +29,9 @@ from nsa_plugin.kernels.cuda.sparse_mla_launch import (
     is_flat,
     new_result,
     require_records,
+    result_of_either,
     suits_records,
     up_to,
-    writable_rows,
 )
 from nsa_plugin.kernels.sparse_mla import SparseMlaCall, SparseMlaResult, prefill_op
 from nsa_plugin.kernels.triton.device import DeviceFacts, facts_of
@@ -129,15 +129,11 @@ def attend(call: SparseMlaCall) -> SparseMlaResult:
     result = new_result(call)
     if not call.q.numel():
         return result
-    # Both kernels write where they can; neither may copy from where only the other has written.
-    written = writable_rows(result.out).view(result.out.shape)
     least = sparse_mla_union.variant_for(call.heads, facts).least_shared
     found = sample(call.rows, cuda_scope(call, given, V32_FP8), least, call.q.device)
-    own = SparseMlaResult(written, result.lse, result.max_logits)
-    sparse_mla_union.attend(call, gate=found, result=own)
-    sparse_mla.attend(call, variant=alone(call.heads, facts), gate=found, result=own)
-    if written.data_ptr() != result.out.data_ptr():
-        result.out.copy_(written)
+    with result_of_either(result) as own:
+        sparse_mla_union.attend(call, gate=found, result=own)
+        sparse_mla.attend(call, variant=alone(call.heads, facts), gate=found, result=own)
     return result
 
 

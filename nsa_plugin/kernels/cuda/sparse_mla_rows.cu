@@ -18,17 +18,14 @@
 #include "gate.cuh"
 #include "sparse_mla_rows_steps.cuh"
 
-#if IN_TURN
-#if GATE
+#if GATE && (IN_TURN || TEAMS == 1)
 #error "this form has no gate"
 #endif
+#if IN_TURN
 #include "sparse_mla_rows_in_turn.cuh"
 #elif TEAMS > 1
 #include "sparse_mla_rows_in_teams.cuh"
 #else
-#if GATE
-#error "this form has no gate"
-#endif
 // Attention of query row `blockIdx.x`, for HEADS heads from HEADS * `blockIdx.y` on, over the share `blockIdx.z` of its
 // entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are a
 // cluster, which adds up in the end, or `partial_out` and `partials` hold every share's own for `combine`.

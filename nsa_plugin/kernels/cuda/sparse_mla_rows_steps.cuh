@@ -1,4 +1,5 @@
-// The steps of sparse_mla_rows.cu, and of sparse_mla_converted.cuh, on a block of keys: rows are copied, S = K Q^T, P = exp(S), O = V^T P.
+// The steps of sparse_mla_rows.cu, and of sparse_mla_converted.cuh, on a block of keys: rows are copied, S = K Q^T,
+// P = exp(S), O = V^T P.
 #pragma once
 
 #ifndef RECORDS

@@ -27,14 +27,8 @@ constexpr u32 ALONE = 1u << 31;  // beside a slot that is not in the table, wher
 // it. `table_bits`: log2 of the words of shared memory, at least twice GROUP * topk. topk is at most STEPS * THREADS.
 extern "C" __global__ void __launch_bounds__(THREADS) unite(
     const int* __restrict__ indices, i64 indices_stride, const int* __restrict__ lengths, int lengths_divisor,
-    int rows, int topk, int num_slots, int table_bits, int* __restrict__ entries, int* __restrict__ counts
-#if GATE
-    , const int* __restrict__ gate
-#endif
-    ) {
-#if GATE
-    if (!goes_on(gate)) return;
-#endif
+    int rows, int topk, int num_slots, int table_bits, int* __restrict__ entries, int* __restrict__ counts GATE_PARAMETER) {
+    END_AT_GATE
     extern __shared__ __align__(16) u32 table[];
     __shared__ int found[GROUP][WARPS];
     int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, first_row = blockIdx.x * GROUP;
