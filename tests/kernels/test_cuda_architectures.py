@@ -128,9 +128,12 @@ def check_few_heads(
 ) -> None:
     """One block has the shared memory that it asks for; as many as the variant says have theirs, and registers."""
     built = sparse_mla_launch.kernels(*kernel, ((variant, shared),), tuple(defines.items()), 0)
-    attend, combine = built[variant]
+    attend, combines = built[variant]
     attend((1, 1, 1), variant.threads, (), shared_bytes=shared)
-    combine((1, 1, 1), (128, 1, 1), ())
+    for combine in combines.values():
+        threads = 32 * sparse_mla_launch.COMBINING
+        combine((1, 1, 1), (threads, 1, 1), ())
+        assert combine.registers * threads <= REGISTERS
     assert attend.registers * variant.threads[0] * variant.blocks <= REGISTERS
     # An SM has what one block may request, and what is reserved for that block.
     assert (attend.shared + RESERVED) * variant.blocks <= shared_memory_per_block(sm) + RESERVED

@@ -182,9 +182,9 @@ def test_sets_of_definitions_are_compiled_side_by_side_and_once(compiler, driver
     named: list[str] = []
     build.when_loaded(named.append)
     for defines in sets:
-        for name in ("attend", "combine"):
+        for name in ("attend", "combine_4"):
             build.load_kernel("sparse_mla.cu", name, defines=defines)
-    assert named == ["sparse_mla.cu:attend", "sparse_mla.cu:combine"] * 3  # once for each set
+    assert named == ["sparse_mla.cu:attend", "sparse_mla.cu:combine_4"] * 3  # once for each set
     assert len(compiler.programs) == 3
     assert sorted(set(driver.loaded)) == [b"00000001", b"00000002", b"00000003"]
 

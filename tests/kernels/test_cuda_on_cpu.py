@@ -403,6 +403,88 @@ def test_a_sample_of_pairs_says_whether_they_share_enough(overlap: float, least:
     assert (found >= 0) == (overlap * 100 >= least)
 
 
+# Of each way to write a share's output: eight heads a block and two rows of a tile side by side, codes as rows, teams, and
+# a block that is not in turn.
+SHARING = [
+    pytest.param(partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[2]), "v32_fp8", id="records"),
+    pytest.param(partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[4]), "v32_fp8", id="converted"),
+    *(
+        pytest.param(partial(sparse_mla_rows.attend, variant=variant), "bf16", id=f"rows, {variant.heads} heads")
+        for variant in sparse_mla_rows.PORTABLE_VARIANTS[3:]
+    ),
+]
+
+
+def check_shares(attend: Any, layout: str, splits: int) -> None:
+    case = decode_case(layout=layout, batch=3, s_q=1, heads=17, slots=1024, topk=700, with_length=False, seed=splits)
+    case["indices"][1, :, 40:] = -1  # most shares have nothing
+    case["indices"][2] = -1
+    result = decode_op(attend)(**case, splits=splits, out_dtype=torch.bfloat16)
+    expected = reference_decode(**case, out_dtype=torch.float32)
+    absolute, relative = DECODE_TOLERANCE
+    torch.testing.assert_close(result.out.float(), expected.out, atol=absolute, rtol=relative)
+    torch.testing.assert_close(result.lse, expected.lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [2, 4, 7, 16])
+@pytest.mark.parametrize(("attend", "layout"), SHARING)
+def test_shares_of_a_row_are_added_up(attend: Any, layout: str, splits: int) -> None:
+    check_shares(attend, layout, splits)
+
+
+def check_sizes(variant: sparse_mla_rows.RowsVariant, exponent: int) -> None:
+    case = decode_case(layout="bf16", batch=2, s_q=1, heads=9, slots=256, topk=256, with_length=False, with_sink=False)
+    case["q"].zero_()  # so that all entries weigh the same
+    unscaled = reference_decode(**case, out_dtype=torch.float32).out
+    case["cache"].data.mul_(2.0**exponent)
+    found = decode_op(partial(sparse_mla_rows.attend, variant=variant))(**case, splits=3, out_dtype=torch.bfloat16).out
+    absolute, relative = DECODE_TOLERANCE
+    torch.testing.assert_close(found.float() * 2.0**-exponent, unscaled, atol=absolute, rtol=relative)
+
+
+@pytest.mark.parametrize("exponent", [-110, -30, 30, 110])
+@pytest.mark.parametrize("variant", sparse_mla_rows.PORTABLE_VARIANTS[3:], ids=str)
+def test_shares_of_values_of_any_size(variant: sparse_mla_rows.RowsVariant, exponent: int) -> None:
+    """Beyond what float16 has, which a share's output is between the kernels."""
+    check_sizes(variant, exponent)
+
+
+def check_zeros() -> None:
+    case = decode_case(layout="v32_fp8", batch=1, s_q=1, heads=9, slots=256, topk=256, with_length=False, gap=0)
+    case["indices"].copy_(torch.arange(256))
+    records = case["cache"].data.view(-1, 656).zero_()
+    records[:, 512:528].view(torch.float32).fill_(2.0**90)
+    out = decode_op(partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[2]))(**case, splits=3).out
+    torch.testing.assert_close(out, torch.zeros_like(out))
+
+
+def test_shares_of_zeros_with_large_scales() -> None:
+    check_zeros()
+
+
+@pytest.mark.parametrize(
+    ("edit", "check"),
+    [
+        (("return largest > 0.f ? 14", "return true ? 14"), check_zeros),
+        (("max(__float_as_int(largest) >> 23, 20)", "(__float_as_int(largest) >> 23)"), partial(check_sizes, exponent=-115)),
+        (("weight *= scale[k][piece];", ";"), check_shares),
+        (("if (weight == 0.f) continue;", ";"), check_shares),
+        (("is_odd ? 0x3276 : 0x5410", "0x5410"), check_shares),
+        (("barrier_wait(arrival, 1);", ";"), check_shares),
+        (("barrier_wait(arrival, 0);", ";"), check_shares),
+    ],
+    ids=["zeros", "small", "no scale", "nothing weighs", "no exchange", "second half not waited for", "first half"],
+)
+def test_a_fault_in_shares_is_noticed(edit: tuple[str, str], check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_on_cpu, "edits", [edit])
+    if check is check_shares:
+        check = partial(check, partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[4]), "v32_fp8", 7)
+    elif isinstance(check, partial):
+        check = partial(check, sparse_mla_rows.PORTABLE_VARIANTS[-1])
+    with pytest.raises(AssertionError, match=r"not close|wait for each other"):
+        check()
+
+
 @pytest.mark.parametrize("columns", [1, 700, 5000])
 def test_topk_rows(columns: int) -> None:
     made = torch.Generator().manual_seed(columns)

@@ -76,6 +76,12 @@ DEVICE u32 pack_f16(float lower, float upper) {
     return r;
 }
 
+DEVICE float2 unpack_f16(u32 two) {
+    float2 r;
+    asm("{ .reg .f16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi; }" : "=f"(r.x), "=f"(r.y) : "r"(two));
+    return r;
+}
+
 DEVICE u32 pack_bf16(float lower, float upper) {
     u32 r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(upper), "f"(lower));
@@ -111,6 +117,12 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
 // Starts a copy of 16 bytes, past the L1 cache.
 DEVICE void copy_16_bytes(u32 destination, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(destination), "l"(source) : "memory");
+}
+
+// The same, or zeros.
+DEVICE void copy_16_bytes_or_zeros(u32 destination, const void* source, bool copies) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(destination), "l"(source), "r"(copies ? 16 : 0) : "memory");
 }
 
 // This thread arrives at the barrier when the copies that it has started are there.

@@ -41,12 +41,12 @@
 // Attention of query row `blockIdx.x`, or of the GROUP rows from GROUP * `blockIdx.x` on, for heads from
 // HEADS / GROUP * `blockIdx.y` on, over the share `blockIdx.z` of its
 // entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are
-// a cluster, which adds up in the end, or `partial_out` and `partials` hold every share's own for `combine`.
+// a cluster, which adds up in the end, or `partials` and `known` hold every share's own for `combine`.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads,
     Scope first, Scope second, const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
     u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride, float* __restrict__ lse,
-    float* __restrict__ max_logits, float* __restrict__ partial_out, Share* __restrict__ partials
+    float* __restrict__ max_logits, Partial* __restrict__ partials, Share* __restrict__ known
 #if GROUP > 1
     , int rows  // of all groups; `first` has the indices of a group as its row, and there is one share
 #endif
@@ -133,11 +133,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int final = begin < end ? entry_of(end - 1, threadIdx.x % KEYS, given) : -1;
     Part part(warp % WARPS);
     RawQuery raw;
+    constexpr bool RECORDS_FIRST = !HOPPER && !PRODUCERS;
+    if (RECORDS_FIRST && begin < end) copy(begin, slots[0]);
     if (multiplies)
         read_query(raw, q + first_row * q_row_stride + first_head * q_head_stride, q_row_stride, q_head_stride, own_rows,
                    own_heads, part, lane);
 #if !PRODUCERS
-    if (begin < end) copy(begin, slots[0]);
+    if (!RECORDS_FIRST && begin < end) copy(begin, slots[0]);
     find_largest(shared, raw, part, lane);
 #endif
     if (!__syncthreads_or(counts(end - 1, final)) && begin + 1 < end)
@@ -150,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     }
     int next[KNOWN];
     slots_of(next, begin + STAGES, slot_of);
-    bool is_whole = GROUP > 1 || gridDim.z == 1, is_cluster = HOPPER && !is_whole && !partial_out;
+    bool is_whole = GROUP > 1 || gridDim.z == 1, is_cluster = HOPPER && !is_whole && !partials;
 #if PRODUCERS
     if (!multiplies) {
         for (int block = begin + STAGES; block < end; ++block) {
@@ -220,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 
     meet();
     Own own = {first_row, own_rows, first_head, own_heads, (int)blockIdx.z, is_whole, is_cluster};
-    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partial_out, partials, (int)gridDim.x, heads};
+    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partials, known, (int)gridDim.x, heads};
     finish_heads(shared.alpha, own_shares(shared), state, own, results, sink, warp, lane);
     meet();
     write_output(shared, state, o, own, results, warp, lane);

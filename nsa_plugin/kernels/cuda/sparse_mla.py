@@ -95,7 +95,7 @@ class Variant(FewHeadsVariant):
             self.stages * (self.keys * scales + validity + members),
             2 * self.keys * 8 + 2 * 8,  # addresses of records, of zero records and of rows
             self.stages * (8 + 8 * (self.producers > 0) + 4 * self.in_turn),  # barriers, and whether a row ends
-            self.warps * 4,  # a number a warp
+            self.warps * 4 + 8 * self.converts,  # a number a warp, and the query's barrier
             kept * 32 * 2 * self.tiles * 4,  # fragments of the query
             2 * columns * 4,  # factors of a head
             128,  # alignment

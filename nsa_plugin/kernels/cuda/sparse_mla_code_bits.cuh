@@ -21,8 +21,5 @@ DEVICE void code_bits(u32 codes, u32& even, u32& odd) {
     place_codes<4>(codes, even, odd);
 }
 
-// Values number 2 t and 2 t + 1 of the eight at an address, in the order that `code_bits` leaves them in.
-DEVICE u32 two_of_codes(const u16* at, int t) {
-    uint2 four = __ldg((const uint2*)(at + (t & 2) * 2));
-    return __byte_perm(four.x, four.y, t & 1 ? 0x7632 : 0x5410);
-}
+// Values 2 t and 2 t + 1 of eight, in the order that `code_bits` leaves them in, from what lanes t have of them in theirs.
+DEVICE u32 two_of_codes(u32 two, int lane) { return exchange_halves(two, 1, lane & 1); }

@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads,
     Scope scope, Scope, const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
     u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride, float* __restrict__ lse,
-    float* __restrict__ max_logits, float* __restrict__ partial_out, Share* __restrict__ partials GATE_PARAMETER) {
+    float* __restrict__ max_logits, Partial* __restrict__ partials, Share* __restrict__ known GATE_PARAMETER) {
     END_AT_GATE
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)memory;
@@ -60,6 +60,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int begin = entries.begin, end = entries.end;
 
     init_barriers(shared, 32 * COPIERS);
+    if (threadIdx.x == 0) barrier_init(shared_address(&shared.query), THREADS);
+    // Rows have room for 32 heads: 16 of those of either half of the warps.
+    int own_heads = min(HEADS, heads - first_head);
+    auto stage = [&](int half) {
+        const u16* heads_from = q + row * q_row_stride + first_head * q_head_stride;
+        stage_query<32>(shared.records[0], heads_from, q_head_stride, own_heads, warp, lane,
+                        [&](int r) { return r / 16 * 32 + half * 16 + r % 16; });
+    };
     auto slot_of = [&](int block, int i) -> int { return entries.slot_of(block, i); };
     auto counts = [&](int slot) -> bool { return (u32)slot < (u32)scope.num_slots; };
     auto copied_record = [&] { return known_record(warp, lane, 0); };
@@ -81,14 +89,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     };
     int slot = slot_of(begin, copied_record()), next = slot_of(begin + 1, copied_record());
     int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
-    u32 query[STEPS][QUERY_TILES][2];
-    int own_heads = min(HEADS, heads - first_head);
-    read_query(query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, Part(warp), lane);
+    stage(0);
     name_nothings<RECORD>(shared, zeros);
     if (!__syncthreads_or(counts(final)) && begin + 1 < end)
         end = end_of_entries(begin, end, shared.last, true, warp, lane,
                              [&](int block, int entry) { return counts(slot_of(block, entry)); });
+    u32 arrival = shared_address(&shared.query);
+    arrive_with_copies(arrival);
     if (begin < end) copy(slot, 0, PIECES);
+    u32 query[STEPS][QUERY_TILES][2];
+    const u8* staged = shared.records[0] + Part(warp).heads * (16 * ROW);
+    barrier_wait(arrival, 0);
+    load_query<0, 2>(query, staged, Part(warp), lane);
+    __syncthreads();
+    stage(1);
+    arrive_with_copies(arrival);
+    barrier_wait(arrival, 1);
+    load_query<2, 2>(query, staged, Part(warp), lane);
+    __syncthreads();
     float o[VALUE_TILES][NT][4] = {};
     Softmax<COLUMNS> state;
     state.start();
@@ -114,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 
     meet();
     Own place = {row, 1, first_head, min(HEADS, heads - first_head), (int)blockIdx.z, gridDim.z == 1, false};
-    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partial_out, partials, (int)gridDim.x, heads};
+    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partials, known, (int)gridDim.x, heads};
     finish_heads(own.alpha, nullptr, state, place, results, sink, warp, lane);
     meet();
     write_output(own.alpha, OUTPUT_FACTOR, 1.f, 2, nullptr, o, place, results, warp, lane);

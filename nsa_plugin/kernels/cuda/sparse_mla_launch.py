@@ -31,6 +31,10 @@ MAX_SPLITS = 16  # as many blocks as a cluster may have
 HOPPER = 90  # the SM version with bulk copies and clusters
 NOTHINGS = 1024  # records that stand for entries which do not count
 NOT_COUNTED = -(2.0**-100)  # and their scales, with V3.2
+PARTIAL_BYTES = D_V * 2 + D_V // 64 * 4  # of a share's output of a head: `Partial` of the source
+COMBINES = {2: 1, 4: 1, 8: 1, 16: 2}
+"""Kernels `combine_N`: most shares that each adds up, and its warps for a head."""
+COMBINING = 4  # their warps of a block
 NO_GATE, UNLESS_NEGATIVE, IF_NEGATIVE = 0, 1, 2
 """`GATE` of gate.cuh: a kernel runs always, or by the sign of a number on the GPU: unless or if it is negative."""
 
@@ -132,7 +136,7 @@ class Launch:
     """The tensors of a call as the kernels take them.
 
     Attributes:
-        q: [rows, heads, d_qk], whose values can be read four at a time.
+        q: [rows, heads, d_qk], whose values can be read eight at a time.
         out: [rows, heads, d_v], to write: the result's output, or what `finish` copies to it.
         result: of the call; the kernels write lse and max_logits, float32 [rows, heads], in place.
         sink: [heads] float32, contiguous, or None.
@@ -252,15 +256,16 @@ def kernels(
     variants: tuple[tuple[AnyVariant, int], ...],
     defines: tuple[tuple[str, int], ...],
     device: int | None,
-) -> dict[AnyVariant, tuple[CudaKernel, CudaKernel]]:
-    """The kernel and `combine` of every variant: which one a batch takes depends on its size, and none may be compiled
+) -> dict[AnyVariant, tuple[CudaKernel, dict[int, CudaKernel]]]:
+    """The kernel and `COMBINES` of every variant: which one a batch takes depends on its size, and none may be compiled
     while an engine serves."""
     options = {variant: dict(defines) | variant.definitions for variant, _ in variants}
     compile_together(source, options.values())
     built = {}
     for variant, shared in variants:
         attend = load_kernel(source, name, defines=options[variant], max_dynamic_shared=shared)
-        built[variant] = attend, load_kernel(source, "combine", defines=options[variant])
+        combines = {most: load_kernel(source, f"combine_{most}", defines=options[variant]) for most in COMBINES}
+        built[variant] = attend, combines
     return built
 
 
@@ -308,10 +313,10 @@ def attend_in_shares(
         parts: tuple[Argument, Argument] = (None, None)
         if splits > 1 and not is_cluster:
             parts = (
-                torch.empty((splits, rows, heads, D_V), dtype=torch.float32, device=device),
+                torch.empty((splits, rows, heads, PARTIAL_BYTES), dtype=torch.uint8, device=device),
                 torch.empty((splits, rows, heads, 2), dtype=torch.float32, device=device),
             )
-        attend, combine = built[variant]
+        attend, combines = built[variant]
         turns = (size(rows),) if variant.in_turn else ()
         gates = () if gate is None else (gate,)
         blocks = variant.blocks_of(rows, max(1, launch.facts.sms * variant.blocks // (groups * splits)))
@@ -333,7 +338,9 @@ def attend_in_shares(
         )
         if parts[0] is not None:
             sizes = size(splits), size(rows), size(heads)
-            combine((rows, heads, 1), (128, 1, 1), (*parts, *sizes, launch.sink, *launch.outputs))
+            most = next(most for most in COMBINES if splits <= most)
+            blocks = -(-rows * heads * COMBINES[most] // COMBINING)
+            combines[most]((blocks, 1, 1), (32 * COMBINING, 1, 1), (*parts, *sizes, launch.sink, *launch.outputs))
     return launch.finish()
 
 
@@ -356,8 +363,8 @@ def result_of_either(result: SparseMlaResult) -> Iterator[SparseMlaResult]:
 
 
 def readable_queries(q: torch.Tensor) -> torch.Tensor:
-    """q [rows, heads, d_qk] itself, or a copy where the kernel cannot read four values of it at a time."""
-    aligned = q.data_ptr() % 8 == 0 and q.stride(0) % 4 == 0 and q.stride(1) % 4 == 0 and q.stride(2) == 1
+    """q [rows, heads, d_qk] itself, or a copy where the kernel cannot read eight values of it at a time."""
+    aligned = q.data_ptr() % 16 == 0 and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0 and q.stride(2) == 1
     return q if aligned else q.clone(memory_format=torch.contiguous_format)
 
 

@@ -18,9 +18,14 @@ struct Results {
     i64 out_row_stride, out_head_stride;
     float* lse;
     float* max_logits;
-    float* partial_out;
-    Share* partials;
+    Partial* partials;
+    Share* known;
     int rows, heads;
+
+    // Where a share has what it makes of a head.
+    DEVICE i64 part(const Own& own, int head) const {
+        return ((i64)own.share * rows + own.first_row) * heads + own.first_head + head;
+    }
 };
 
 // The sum of a head's weights and its largest logit: the results `lse` and `max_logits`, or a share's own. `alpha` gets what
@@ -37,7 +42,7 @@ DEVICE void finish_heads(float* alpha, Share* cluster_shares, const Softmax<COLU
             i64 at = (i64)(own.first_row + query_of(column)) * to.heads + own.first_head + head;
             Share share = {sum == 0.f ? -infinity() : total, largest};
             if (own.is_cluster) cluster_shares[column] = share;
-            else if (head < own.heads && !own.is_whole) to.partials[(i64)own.share * to.rows * to.heads + at] = share;
+            else if (head < own.heads && !own.is_whole) to.known[to.part(own, head)] = share;
             else if (head < own.heads) {
                 if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[own.first_head + head] * LOG2_E - total);
                 to.lse[at] = sum == 0.f ? infinity() : total * LN_2;
@@ -48,46 +53,92 @@ DEVICE void finish_heads(float* alpha, Share* cluster_shares, const Softmax<COLU
     }
 }
 
-// A warp's values of the output, or of a share's own: `o` times what `alpha` has and both factors. A thread has two values of
-// a tile, either neighbours or, if `apart`, eight rows apart, which lanes exchange for neighbours: those of rows g and g ^ 1,
-// or of g and g ^ 2 where of each four rows the middle two have changed places.
-DEVICE void write_output(const float* alpha, float factor, float rest, int apart, float* cluster_out,
-                         const float (&o)[VALUE_TILES][NT][4], const Own& own, const Results& to, int member, int lane) {
-    int g = lane >> 2, t = lane & 3;
+// Where in a tile of 16 values a warp's thread finds its two of a head: they are neighbours, or eight rows apart. Then lanes
+// exchange them for neighbours: those of rows g and g ^ 1, or of g and g ^ 2 where of each four rows the middle two have
+// changed places.
+struct Place {
+    int apart;    // 0, 1 or 2: the rows that exchange
+    bool is_odd;  // of two such rows one lane takes both lower values and the other both upper ones
+    int pair;     // the neighbours that the lane has then, of the tile's eight
+
+    DEVICE Place(int apart, int g) : apart(apart), is_odd(g & apart) {
+        pair = apart == 0 ? g : (apart == 1 ? g : g & 4 | (g & 1) << 1) >> 1 | is_odd << 2;
+    }
+    // The neighbours, of 16 bits each, from what the lane has.
+    DEVICE u32 exchange(u32 two) const { return apart ? exchange_halves(two, 4 * apart, is_odd) : two; }
+    DEVICE float2 exchange(float2 two) const {
+        if (!apart) return two;
+        float other = __shfl_xor_sync(~0u, is_odd ? two.x : two.y, 4 * apart);
+        return is_odd ? make_float2(other, two.y) : make_float2(two.x, other);
+    }
+};
+
+// A warp's values of a share's own output, for `combine`; parameters as of `write_output`.
+DEVICE void write_partials(const float* alpha, float factor, float rest, Place place, const float (&o)[VALUE_TILES][NT][4],
+                           const Own& own, const Results& to, int member, int lane) {
+    // All of them have one power of two: float16 has 29 binades of full precision.
+    float largest = 0.f;
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            int column = n * 8 + 2 * t + i, query = query_of(n * 8), head = head_of(n * 8) + 2 * t + i;
+            float of_head = 0.f;
+#pragma unroll
+            for (int m = 0; m < VALUE_TILES; ++m) of_head = fmaxf(of_head, fmaxf(fabsf(o[m][n][i]), fabsf(o[m][n][i + 2])));
+            largest = fmaxf(largest, of_head * (alpha[n * 8 + 2 * (lane & 3) + i] * factor) * rest);
+        }
+    int exponent = partial_exponent(__int_as_float((int)__reduce_max_sync(~0u, (u32)__float_as_int(largest))));
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            int head = n * 8 + 2 * (lane & 3) + i;
+            float scale = alpha[head] * factor * power_of_two(exponent) * rest;
+            Partial& partial = to.partials[to.part(own, head)];
+#pragma unroll
+            for (int first = 0; first < VALUE_TILES; first += 4) {
+                u32 x[4];
+#pragma unroll
+                for (int m = 0; m < 4; ++m)
+                    x[m] = place.exchange(pack_f16(o[first + m][n][i] * scale, o[first + m][n][i + 2] * scale));
+                if (head >= own.heads) continue;
+                int group = (member * VALUE_TILES + first) / 4;
+                partial.values[group][place.pair] = make_uint4(x[0], x[1], x[2], x[3]);
+                if (lane < 4) partial.scales[group] = power_of_two(-exponent);
+            }
+        }
+}
+
+// A warp's values of the output, or of a share's own: `o` times what `alpha` has and both factors.
+DEVICE void write_output(const float* alpha, float factor, float rest, int apart, float* cluster_out,
+                         const float (&o)[VALUE_TILES][NT][4], const Own& own, const Results& to, int member, int lane) {
+    Place place(apart, lane >> 2);
+    if (!own.is_whole && !own.is_cluster) return write_partials(alpha, factor, rest, place, o, own, to, member, lane);
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            int t = lane & 3, column = n * 8 + 2 * t + i, query = query_of(n * 8), head = head_of(n * 8) + 2 * t + i;
             float weight = alpha[column] * factor;
             bool is_given = query < own.rows && head < own.heads;
+            i64 at = (own.first_row + query) * to.out_row_stride + (own.first_head + head) * to.out_head_stride;
 #pragma unroll
             for (int m = 0; m < VALUE_TILES; ++m) {
                 float lower = weight != 0.f ? o[m][n][i] * weight * rest : 0.f;
                 float upper = weight != 0.f ? o[m][n][i + 2] * weight * rest : 0.f;
-                int value = member * (16 * VALUE_TILES) + m * 16 + 2 * g;
-                if (apart) {
-                    // Of two such rows one lane takes both lower values and the other both upper ones.
-                    bool is_odd = g & apart;
-                    float other = __shfl_xor_sync(~0u, is_odd ? lower : upper, 4 * apart);
-                    if (is_odd) lower = other;
-                    else upper = other;
-                    value += (apart == 1 ? g & 6 : g & 4 | (g & 1) << 1) + (is_odd ? 8 : 0) - 2 * g;
+                int value = (member * VALUE_TILES + m) * 16 + 2 * place.pair;
+                if (own.is_cluster) {
+                    float2 two = place.exchange(make_float2(lower, upper));
+                    if (is_given) *(float2*)(cluster_out + head * O_STRIDE + value) = two;
+                    continue;
                 }
-                if (!is_given) continue;
-                // Apart, so that the compiler knows which memory it writes to.
-                if (own.is_cluster) *(float2*)(cluster_out + head * O_STRIDE + value) = make_float2(lower, upper);
-                else if (!own.is_whole) {
-                    i64 at = ((i64)own.share * to.rows + own.first_row) * to.heads + own.first_head + head;
-                    *(float2*)(to.partial_out + at * D_V + value) = make_float2(lower, upper);
-                } else {
-                    i64 at = (own.first_row + query) * to.out_row_stride + (own.first_head + head) * to.out_head_stride + value;
 #if OUT_FLOAT32
-                    *(float2*)((float*)to.out + at) = make_float2(lower, upper);
+                float2 two = place.exchange(make_float2(lower, upper));
+                if (is_given) *(float2*)((float*)to.out + at + value) = two;
 #else
-                    *(u32*)((u16*)to.out + at) = pack_bf16(lower, upper);
+                u32 two = place.exchange(pack_bf16(lower, upper));
+                if (is_given) *(u32*)((u16*)to.out + at + value) = two;
 #endif
-                }
             }
         }
 }

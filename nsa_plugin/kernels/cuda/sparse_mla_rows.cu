@@ -28,12 +28,12 @@
 #else
 // Attention of query row `blockIdx.x`, for HEADS heads from HEADS * `blockIdx.y` on, over the share `blockIdx.z` of its
 // entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are a
-// cluster, which adds up in the end, or `partial_out` and `partials` hold every share's own for `combine`.
+// cluster, which adds up in the end, or `partials` and `known` hold every share's own for `combine`.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads, Scope scope,
     const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
     u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride, float* __restrict__ lse,
-    float* __restrict__ max_logits, float* __restrict__ partial_out, Share* __restrict__ partials) {
+    float* __restrict__ max_logits, Partial* __restrict__ partials, Share* __restrict__ known) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)memory;
     // Both in ways that the compiler cannot repeat, as it would rather than keep them in registers.
@@ -63,22 +63,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
     Part part(warp % WARPS);
     u32 query[STEPS][QUERY_TILES][2];
-    auto read = [&]() {
-        read_query(query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, part, lane);
-    };
-    if (!PRODUCERS) read();
+    const u16* own_query = q + row * q_row_stride + first_head * q_head_stride;
+#if HOPPER
+    if (!PRODUCERS) read_query(query, own_query, q_head_stride, own_heads, part, lane);
+#else
+    if (threadIdx.x == 0) barrier_init(shared_address(&shared.query), THREADS);
+    stage_query<HEADS>(shared.records[STAGES - 1], own_query, q_head_stride, own_heads, warp, lane,
+                       [](int r) { return r; });
+#endif
     name_nothings<COPIED>(shared, zeros);
     if (!__syncthreads_or(counts(final)) && begin + 1 < end)
         end = end_of_entries(begin, end, shared.last, multiplies, warp, lane,
                              [&](int block, int entry) { return counts(slot_of(block, entry)); });
+#if !HOPPER
+    arrive_with_copies(shared_address(&shared.query));
+#endif
+    // All stages are free, but for the last where it has the query.
     if (copies) {
 #pragma unroll
-        for (int k = 0; k < STAGES; ++k)
-            if (begin + k < end) copy(begin + k, k, slots[k]);  // all stages are free
+        for (int k = 0; k < STAGES - !HOPPER; ++k)
+            if (begin + k < end) copy(begin + k, k, slots[k]);
     }
+#if !HOPPER
+    barrier_wait(shared_address(&shared.query), 0);
+    load_query<0, QUERY_TILES>(query, shared.records[STAGES - 1], part, lane);
+    __syncthreads();
+    if (begin + STAGES - 1 < end) copy(begin + STAGES - 1, STAGES - 1, slots[STAGES - 1]);
+#endif
     int next = copies ? slot_of(begin + STAGES, i) : -1;
     int stage = 0, parity = 0, own_share = blockIdx.z;
-    bool is_whole = gridDim.z == 1, is_cluster = HOPPER && !is_whole && !partial_out;
+    bool is_whole = gridDim.z == 1, is_cluster = HOPPER && !is_whole && !partials;
 #if PRODUCERS
     if (!multiplies) {
         if (NT > 2) fewer_registers<40>();
@@ -92,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
         return;
     }
     if (NT > 2) more_registers<232>();
-    read();
+    read_query(query, own_query, q_head_stride, own_heads, part, lane);
 #endif
     float o[VALUE_TILES][NT][4] = {};
     Softmax<COLUMNS> state;
@@ -119,9 +133,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
 
     meet();
     Own place = {row, 1, first_head, own_heads, own_share, is_whole, is_cluster};
-    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partial_out, partials, (int)gridDim.x, heads};
+    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partials, known, (int)gridDim.x, heads};
     finish_heads(own.alpha, own_shares(own), state, place, results, sink, warp, lane);
     meet();
+    if (!is_whole && !is_cluster) return write_output(own.alpha, 1.f, 1.f, 1, nullptr, o, place, results, warp, lane);
 
     // The output passes through shared memory, where a cluster reads it, and from which rows are written in one piece, once
     // nobody reads records there.
@@ -146,8 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
         for (int k = warp; k < own_heads * 4; k += WARPS) {
             int head = k / 4, value = (k % 4) * 128 + lane * 4;
             float4 x = *(const float4*)(own_out + head * O_STRIDE + value);
-            if (is_whole) write_values(out, row * out_row_stride + (first_head + head) * out_head_stride + value, x);
-            else *(float4*)(partial_out + (((i64)own_share * gridDim.x + row) * heads + first_head + head) * D_V + value) = x;
+            write_values(out, row * out_row_stride + (first_head + head) * out_head_stride + value, x);
         }
     }
 #if HOPPER

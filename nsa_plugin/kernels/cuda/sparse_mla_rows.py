@@ -75,7 +75,7 @@ class RowsVariant(FewHeadsVariant):
             self.heads * 4,  # changes of the output
             2 * self.keys * 8,  # addresses of rows and of zero rows
             self.stages * (2 * 8 + 4 * self.in_turn + of_stage),  # barriers, whether a row ends, and validity
-            self.warps * 4,
+            self.warps * 4 + 8,  # a number a warp, and the query's barrier
             128,  # alignment
         )
         return sum(parts)

@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads, Scope scope,
     const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
     u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride, float* __restrict__ lse,
-    float* __restrict__ max_logits, float* __restrict__ partial_out, Share* __restrict__ partials GATE_PARAMETER) {
+    float* __restrict__ max_logits, Partial* __restrict__ partials, Share* __restrict__ known GATE_PARAMETER) {
     END_AT_GATE
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)memory;
@@ -39,6 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     int begin = entries.begin, end = entries.end;
 
     init_barriers(shared, ARRIVALS);
+    if (threadIdx.x == 0) barrier_init(shared_address(&shared.query), THREADS);
     auto slot_of = [&](int block, int i) -> int { return entries.slot_of(block, i); };
     auto counts = [&](int slot) -> bool { return (u32)slot < (u32)scope.num_slots; };
     auto copied_row = [&] { return known_record(warp, lane, 0); };
@@ -52,13 +53,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
 #pragma unroll
     for (int k = 0; k < STAGES; ++k) slots[k] = slot_of(begin + k, copied_row());
     int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
-    u32 query[STEPS][QUERY_TILES][2];
-    int own_heads = min(HEADS, heads - first_head);  // a last block's second team may have none
-    read_query(query, q + row * q_row_stride + first_head * q_head_stride, q_head_stride, own_heads, Part(member()), lane);
+    // The stages have room for the heads of a team each.
+    stage_query<HEADS * TEAMS>(shared.records[0], q + row * q_row_stride + HEADS * TEAMS * blockIdx.y * q_head_stride,
+                               q_head_stride, heads - HEADS * TEAMS * blockIdx.y, warp, lane, [](int r) { return r; });
     name_nothings<COPIED>(shared, zeros);
     if (!__syncthreads_or(counts(final)) && begin + 1 < end)
         end = end_of_entries(begin, end, shared.last, true, warp, lane,
                              [&](int block, int entry) { return counts(slot_of(block, entry)); });
+    u32 query[STEPS][QUERY_TILES][2];
+    int own_heads = min(HEADS, heads - first_head);  // a last block's second team may have none
+    arrive_with_copies(shared_address(&shared.query));
+    barrier_wait(shared_address(&shared.query), 0);
+    load_query<0, QUERY_TILES>(query, shared.records[team()], Part(member()), lane);
+    __syncthreads();
 #pragma unroll
     for (int k = 0; k < STAGES; ++k)
         if (begin + k < end) copy(k, slots[k]);
@@ -98,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
 
     meet(team());
     Own place = {row, 1, first_head, min(HEADS, heads - first_head), (int)blockIdx.z, gridDim.z == 1, false};
-    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partial_out, partials, (int)gridDim.x, heads};
+    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partials, known, (int)gridDim.x, heads};
     finish_heads(own().alpha, nullptr, state, place, results, sink, member(), lane);
     meet(team());
     write_output(own().alpha, 1.f, 1.f, 1, nullptr, o, place, results, member(), lane);

@@ -39,6 +39,7 @@ struct Shared {
     const u8* nothing[KEYS];              // what is copied for entries that do not count
     alignas(8) u64 full[STAGES];          // a stage's rows have arrived
     u64 empty[STAGES];                    // nobody reads them any more: see EMPTIES
+    u64 query;                            // its heads have arrived, where they pass through shared memory
     int last[WARPS];                      // blocks that a warp found entries in
 #if IN_TURN
     int kind[STAGES];                     // of a block of keys: see sparse_mla_turns.cuh
@@ -110,8 +111,17 @@ struct Part : WarpPart {
     using WarpPart::WarpPart;
     // The number of the named barrier of the two warps that share a sum.
     DEVICE int barrier(int team) const { return 1 + pair() + SUMS * KEY_PARTS * HEAD_PARTS * team; }
+    // Where a step's values begin in a row.
+    DEVICE int bytes(int step) const {
+#if RECORDS
+        return step < CODE_STEPS ? (values * CODE_STEPS + step) * 32 : ROW_ROPE + values * 32;
+#else
+        return (values * STEPS + step) * 32;
+#endif
+    }
 };
 
+#if HOPPER || PRODUCERS
 // A warp's part of the query, as the products take it. Rows start at multiples of 4 bytes.
 DEVICE void read_query(u32 (&query)[STEPS][QUERY_TILES][2], const u16* q, i64 head_stride, int heads, Part part, int lane) {
     int g = lane >> 2, t = lane & 3;
@@ -122,18 +132,48 @@ DEVICE void read_query(u32 (&query)[STEPS][QUERY_TILES][2], const u16* q, i64 he
 #pragma unroll
         for (int s = 0; s < STEPS; ++s)
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-#if RECORDS
-                bool is_rope = s == CODE_STEPS;
-                const u16* at = start + (is_rope ? D_V + part.values * 16 : (part.values * CODE_STEPS + s) * 16) + 8 * j;
-                u32 two = head >= heads ? 0 : is_rope ? __ldg((const u32*)(at + 2 * t)) : two_of_codes(at, t);
-                query[s][n][j] = multiply_bf16(two, is_rope ? ROPE_UNIT : CODES_UNIT);
-#else
+            for (int j = 0; j < 2; ++j)
                 query[s][n][j] = head < heads ? __ldg((const u32*)(start + (part.values * STEPS + s) * 16 + 8 * j + 2 * t)) : 0;
-#endif
-            }
     }
 }
+#else
+// The query on its way through shared memory, `ROWS` heads at a time where rows will be: as lanes take it, reading it from
+// memory takes longer than attending 32 keys. Row r gets head `head_of(r)`, or zeros if there is none. All warps start copies.
+template <int ROWS, typename HeadOf>
+DEVICE void stage_query(u8* rows, const u16* q, i64 head_stride, int heads, int warp, int lane, HeadOf head_of) {
+    static_assert(ROWS % WARPS == 0, "warps take whole rows");
+#pragma unroll 1  // what is run once is best short
+    for (int row = warp; row < ROWS; row += WARPS) {
+        int head = head_of(row);
+        u32 to = shared_address(rows + row * ROW) + lane * 16;
+        const u8* from = (const u8*)(q + head * head_stride) + lane * 16;
+#pragma unroll
+        for (int at = 0; at < COPIED; at += 512)
+            if (at + 512 <= COPIED || lane * 16 < COPIED - at) copy_16_bytes_or_zeros(to + at, from + at, head < heads);
+    }
+}
+
+// A warp's part of COUNT tiles of the query from FIRST on, whose heads lie in rows from `rows` on.
+template <int FIRST, int COUNT>
+DEVICE void load_query(u32 (&query)[STEPS][QUERY_TILES][2], const u8* rows, Part part, int lane) {
+    int matrix = lane >> 3;
+    u32 address = shared_address(rows) + ((matrix >> 1) * 8 + (lane & 7)) * ROW + (matrix & 1) * 16;
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+        for (int n = FIRST; n < FIRST + COUNT; n += 2) {
+            u32 r[4];
+            ldmatrix(r, address + (n - FIRST) * 8 * ROW + part.bytes(s));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                u32& two = query[s][n + i / 2][i % 2] = r[i];
+#if RECORDS
+                two = s == CODE_STEPS ? multiply_bf16(two, ROPE_UNIT) : multiply_bf16(two_of_codes(two, lane), CODES_UNIT);
+#endif
+            }
+        }
+}
+#endif
 
 // The stage of a block's tile of 16 rows, where its first stage is given; and the address of the tile's first row.
 DEVICE int stage_of(int stage, int tile) {
@@ -155,17 +195,10 @@ DEVICE void multiply_in_turn(const Shared& shared, Team& own, u32 address, const
         int m = turn ? own_tile : own_tile ^ 1;
         float sum[QUERY_TILES][4] = {};
         u32 a[2][4], tile = address + m * (16 * ROW);
-#if RECORDS
-        auto address_of = [&](int s) {
-            return tile + (s < CODE_STEPS ? (part.values * CODE_STEPS + s) * 32 : ROW_ROPE + part.values * 32);
-        };
-#else
-        auto address_of = [&](int s) { return tile + (part.values * STEPS + s) * 32; };
-#endif
-        ldmatrix(a[0], address_of(0));
+        ldmatrix(a[0], tile + part.bytes(0));
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
-            if (i + 1 < STEPS) ldmatrix(a[(i + 1) % 2], address_of(i + 1));
+            if (i + 1 < STEPS) ldmatrix(a[(i + 1) % 2], tile + part.bytes(i + 1));
 #if RECORDS
             if (i == CODE_STEPS) {
                 const float* scales = shared.scales[0] + part.values + m * 64;

@@ -8,6 +8,7 @@
 #include "sparse_mla_softmax.cuh"
 
 constexpr int MAX_SHARES = 16;  // blocks of a cluster
+constexpr int COMBINING = 128;  // threads of a block of `combine`
 
 // What a share of a row's entries makes of one head, beside its output: the mean of the values, by their weights.
 struct Share {
@@ -15,7 +16,29 @@ struct Share {
     float largest;  // of the logits, base 2
 };
 
-// Four values of the output, from element `at` on.
+// What a share makes of a head's values until `combine` reads it: float16, in GROUPS of 64, each multiplied by a power of two
+// that takes its largest to 2^14 or more, with the reciprocals of these powers. That is half of the bytes of float32, and loses
+// 2^-12 of a value at most, but for those that are far smaller than the largest. A group is four tiles of 16 values, of which
+// a thread of the second product has two each: these are side by side.
+constexpr int GROUPS = D_V / 64;
+struct Partial {
+    uint4 values[GROUPS][8];  // in [p]: values 2 p and 2 p + 1 of each tile
+    float scales[GROUPS];
+};
+
+// The exponent of the power of two for values of which the largest is this: both it and its negative are float32's.
+DEVICE int partial_exponent(float largest) {
+    return largest > 0.f ? 14 + 127 - max(__float_as_int(largest) >> 23, 20) : 0;
+}
+
+// Two values of the output, from element `at` on, and four.
+DEVICE void write_two(u8* out, i64 at, float lower, float upper) {
+#if OUT_FLOAT32
+    *(float2*)((float*)out + at) = make_float2(lower, upper);
+#else
+    *(u32*)((u16*)out + at) = pack_bf16(lower, upper);
+#endif
+}
 DEVICE void write_values(u8* out, i64 at, float4 x) {
 #if OUT_FLOAT32
     *(float4*)((float*)out + at) = x;
@@ -32,6 +55,26 @@ DEVICE int halvings(int heads, int warps) {
     return times;
 }
 
+// The shares of one head, each known to a lane.
+struct Weighed {
+    float weight;  // of the lane's share, not yet divided by their sum; 0 for a lane that has none
+    float divide;  // the sum of what is weighed by this is the output
+    float lse, max_logits;
+};
+
+// Of LANES lanes each, which have the shares of a head between them; the others have `Share{-inf, -inf}`.
+template <int LANES>
+DEVICE Weighed weigh(Share share, const float* sink) {
+    bool is_empty = __all_sync(~0u, share.lse == -infinity());  // not so where an lse is NaN
+    float top = max_of_lanes<LANES>(share.lse), largest = max_of_lanes<LANES>(share.largest);
+    float weight = is_empty ? 0.f : exp2_approx(share.lse - top);
+    float sum = sum_of_lanes<LANES>(weight), total = top + log2_approx(sum);
+    float divide = is_empty ? 0.f : 1.f / sum;
+    if (sink && !is_empty) divide /= 1.f + exp2_approx(*sink * LOG2_E - total);
+    return {weight, divide, is_empty ? infinity() : total * LN_2, largest * LN_2};
+}
+
+#if HOPPER
 // 128 >> `times` values of a row and head: all shares together, and the sink. For a warp, whose lanes are in 1 << `times`
 // groups: each adds up some shares, and the first writes their sum. `share_of` and `values_of` read what share k has,
 // the latter for this lane's values.
@@ -48,34 +91,24 @@ DEVICE void add_up(int shares, int times, ShareOf share_of, ValuesOf values_of, 
         int k = (j << times) + group;
         if (k < shares) part[j] = values_of(k);
     }
-    bool is_empty = __all_sync(~0u, share.lse == -infinity());  // not so where an lse is NaN
-    float top = warp_max(share.lse), largest = warp_max(share.largest);
-    float weight = is_empty ? 0.f : exp2_approx(share.lse - top);
-    float sum = warp_sum(weight);
+    Weighed all = weigh<32>(share, sink);
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
     for (int j = 0; j < MAX_SHARES; ++j) {
         if (j << times >= shares) break;
         int k = (j << times) + group;
-        float w = __shfl_sync(~0u, weight, k);  // 0 for a lane beyond the shares
+        float w = __shfl_sync(~0u, all.weight, k);
         if (w != 0.f) x.x += w * part[j].x, x.y += w * part[j].y, x.z += w * part[j].z, x.w += w * part[j].w;
     }
     for (int distance = 16; distance >= 32 >> times; distance >>= 1) {
         x.x += __shfl_xor_sync(~0u, x.x, distance), x.y += __shfl_xor_sync(~0u, x.y, distance);
         x.z += __shfl_xor_sync(~0u, x.z, distance), x.w += __shfl_xor_sync(~0u, x.w, distance);
     }
-    float total = top + log2_approx(sum);
-    float divide = is_empty ? 0.f : 1.f / sum;
-    if (sink && !is_empty) divide /= 1.f + exp2_approx(*sink * LOG2_E - total);
-    if (is_first_value) {
-        *lse = is_empty ? infinity() : total * LN_2;
-        *max_logits = largest * LN_2;
-    }
-    x.x *= divide, x.y *= divide, x.z *= divide, x.w *= divide;
+    if (is_first_value) *lse = all.lse, *max_logits = all.max_logits;
+    x.x *= all.divide, x.y *= all.divide, x.z *= all.divide, x.w *= all.divide;
     if (group == 0) write_values(out, at, x);
 }
 
-#if HOPPER
 // The shares of a cluster's row together: `own_shares` and `own_out` are where every block of it has what it knows, and
 // its output, by head. For all warps of all blocks, after `cluster_meet`.
 DEVICE void add_up_cluster(int shares, int own_share, int warps, int heads, const Share* own_shares, const float* own_out,
@@ -97,16 +130,62 @@ DEVICE void add_up_cluster(int shares, int own_share, int warps, int heads, cons
 }
 #endif
 
-// The shares of a row and head together. A block of 128 threads a row and head.
-extern "C" __global__ void __launch_bounds__(128) combine(
-    const float* __restrict__ partial_out, const Share* __restrict__ partials, int shares, int rows, int heads,
-    const float* __restrict__ sink, u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride,
-    float* __restrict__ lse, float* __restrict__ max_logits) {
-    int row = blockIdx.x, head = blockIdx.y, value = threadIdx.x * 4;
-    i64 at = (i64)row * heads + head, apart = (i64)rows * heads;
-    add_up(
-        shares, 0, [&](int k) { return partials[k * apart + at]; },
-        [&](int k) { return *(const float4*)(partial_out + (k * apart + at) * D_V + value); },
-        sink ? sink + head : nullptr, out, row * out_row_stride + head * out_head_stride + value, value == 0,
-        lse + at, max_logits + at, threadIdx.x & 31);
+// The shares of rows and heads together, up to MOST of each, and the sink; by blocks of COMBINING threads. A warp takes a
+// head's values, or of more shares than eight half of them, so that a lane has 16 reads on their way.
+template <int MOST>
+DEVICE void combine(const Partial* partials, const Share* known, int shares, int rows, int heads, const float* sink, u8* out,
+                    i64 out_row_stride, i64 out_head_stride, float* lse, float* max_logits) {
+    constexpr int PIECES = MOST > 8 ? 1 : 2;
+    int lane = threadIdx.x & 31, unit = (blockIdx.x * COMBINING + threadIdx.x) / 32;
+    int at = unit / (2 / PIECES), row = at / heads, head = at % heads, first = unit % (2 / PIECES) * 4 + lane / 8;
+    if (row >= rows) return;
+    i64 apart = (i64)rows * heads;
+    partials += at, known += at;
+    // All reads are on their way before the first is needed. Lane k weighs share k, as do those that lie MOST lanes further on.
+    Share share = {-infinity(), -infinity()};
+    if (lane % MOST < shares) share = known[lane % MOST * apart];
+    uint4 part[MOST][PIECES];
+    float scale[MOST][PIECES];
+#pragma unroll
+    for (int k = 0; k < MOST; ++k)
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            if (k >= shares) continue;
+            part[k][piece] = partials[k * apart].values[first + 4 * piece][lane % 8];
+            scale[k][piece] = partials[k * apart].scales[first + 4 * piece];
+        }
+    Weighed all = weigh<MOST>(share, sink ? sink + head : nullptr);
+    if (first == 0 && lane == 0) lse[at] = all.lse, max_logits[at] = all.max_logits;
+    out += (row * out_row_stride + head * out_head_stride) * (OUT_FLOAT32 ? 4 : 2);
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+        float2 x[4] = {};
+#pragma unroll
+        for (int k = 0; k < MOST; ++k) {
+            float weight = __shfl_sync(~0u, all.weight, k);  // 0 for a lane beyond the shares
+            if (weight == 0.f) continue;
+            weight *= scale[k][piece];
+            const u32 two[4] = {part[k][piece].x, part[k][piece].y, part[k][piece].z, part[k][piece].w};
+#pragma unroll
+            for (int tile = 0; tile < 4; ++tile) {
+                float2 added = unpack_f16(two[tile]);
+                x[tile].x += weight * added.x, x[tile].y += weight * added.y;
+            }
+        }
+#pragma unroll
+        for (int tile = 0; tile < 4; ++tile)
+            write_two(out, (first + 4 * piece) * 64 + tile * 16 + lane % 8 * 2, x[tile].x * all.divide, x[tile].y * all.divide);
+    }
 }
+
+#define COMBINE(MOST)                                                                                                      \
+    extern "C" __global__ void __launch_bounds__(COMBINING) combine_##MOST(                                                \
+        const Partial* __restrict__ partials, const Share* __restrict__ known, int shares, int rows, int heads,            \
+        const float* __restrict__ sink, u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride,                     \
+        float* __restrict__ lse, float* __restrict__ max_logits) {                                                         \
+        combine<MOST>(partials, known, shares, rows, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits);  \
+    }
+COMBINE(2)
+COMBINE(4)
+COMBINE(8)
+COMBINE(16)

@@ -93,6 +93,7 @@ DEVICE void fp8_to_f16(u32 codes, u32& lower, u32& upper) {
 #endif
 
 DEVICE u32 pack_f16(float lower, float upper) { return to_half(lower) | (u32)to_half(upper) << 16; }
+DEVICE float2 unpack_f16(u32 two) { return make_float2(half_to_float((u16)two), half_to_float((u16)(two >> 16))); }
 DEVICE u32 pack_bf16(float lower, float upper) { return to_bf16(lower) | (u32)to_bf16(upper) << 16; }
 DEVICE float exp2_approx(float x) {
     float y = std::exp2(x);
@@ -121,6 +122,10 @@ inline void forget_copies() {
 }
 
 DEVICE void copy_16_bytes(u32 destination, const void* source) { started[threadIdx.x].push_back({destination, source, 16}); }
+DEVICE void copy_16_bytes_or_zeros(u32 destination, const void* source, bool copies) {
+    static const u8 zeros[16] = {};
+    copy_16_bytes(destination, copies ? source : zeros);
+}
 DEVICE void arrive_with_copies(u32 barrier) {
     arrivals.push_back({barrier, std::move(started[threadIdx.x])});
     started[threadIdx.x].clear();
