@@ -403,8 +403,7 @@ def test_a_sample_of_pairs_says_whether_they_share_enough(overlap: float, least:
     assert (found >= 0) == (overlap * 100 >= least)
 
 
-# Of each way to write a share's output: eight heads a block and two rows of a tile side by side, codes as rows, teams, and
-# a block that is not in turn.
+# A form for each way to write a share's output and to read the query.
 SHARING = [
     pytest.param(partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[2]), "v32_fp8", id="records"),
     pytest.param(partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[4]), "v32_fp8", id="converted"),
@@ -449,6 +448,12 @@ def test_shares_of_values_of_any_size(variant: sparse_mla_rows.RowsVariant, expo
     check_sizes(variant, exponent)
 
 
+CONVERTED = partial(
+    check_shares, partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[4]), "v32_fp8", splits=7
+)
+TINY = partial(check_sizes, sparse_mla_rows.PORTABLE_VARIANTS[-1], -115)
+
+
 def check_zeros() -> None:
     case = decode_case(layout="v32_fp8", batch=1, s_q=1, heads=9, slots=256, topk=256, with_length=False, gap=0)
     case["indices"].copy_(torch.arange(256))
@@ -466,21 +471,17 @@ def test_shares_of_zeros_with_large_scales() -> None:
     ("edit", "check"),
     [
         (("return largest > 0.f ? 14", "return true ? 14"), check_zeros),
-        (("max(__float_as_int(largest) >> 23, 20)", "(__float_as_int(largest) >> 23)"), partial(check_sizes, exponent=-115)),
-        (("weight *= scale[k][piece];", ";"), check_shares),
-        (("if (weight == 0.f) continue;", ";"), check_shares),
-        (("is_odd ? 0x3276 : 0x5410", "0x5410"), check_shares),
-        (("barrier_wait(arrival, 1);", ";"), check_shares),
-        (("barrier_wait(arrival, 0);", ";"), check_shares),
+        (("max(__float_as_int(largest) >> 23, 20)", "(__float_as_int(largest) >> 23)"), TINY),
+        (("weight *= scale[k][piece];", ";"), CONVERTED),
+        (("if (weight == 0.f) continue;", ";"), CONVERTED),
+        (("is_odd ? 0x3276 : 0x5410", "0x5410"), CONVERTED),
+        (("barrier_wait(arrival, 1);", ";"), CONVERTED),
+        (("barrier_wait(arrival, 0);", ";"), CONVERTED),
     ],
     ids=["zeros", "small", "no scale", "nothing weighs", "no exchange", "second half not waited for", "first half"],
 )
 def test_a_fault_in_shares_is_noticed(edit: tuple[str, str], check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_on_cpu, "edits", [edit])
-    if check is check_shares:
-        check = partial(check, partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[4]), "v32_fp8", 7)
-    elif isinstance(check, partial):
-        check = partial(check, sparse_mla_rows.PORTABLE_VARIANTS[-1])
     with pytest.raises(AssertionError, match=r"not close|wait for each other"):
         check()
 

@@ -78,7 +78,8 @@ DEVICE u32 pack_f16(float lower, float upper) {
 
 DEVICE float2 unpack_f16(u32 two) {
     float2 r;
-    asm("{ .reg .f16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi; }" : "=f"(r.x), "=f"(r.y) : "r"(two));
+    asm("{ .reg .f16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi; }"
+        : "=f"(r.x), "=f"(r.y) : "r"(two));
     return r;
 }
 

@@ -133,6 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int final = begin < end ? entry_of(end - 1, threadIdx.x % KEYS, given) : -1;
     Part part(warp % WARPS);
     RawQuery raw;
+    // The first records are needed no later than the query, and the instructions that read that are many.
     constexpr bool RECORDS_FIRST = !HOPPER && !PRODUCERS;
     if (RECORDS_FIRST && begin < end) copy(begin, slots[0]);
     if (multiplies)

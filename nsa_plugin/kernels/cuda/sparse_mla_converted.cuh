@@ -61,12 +61,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 
     init_barriers(shared, 32 * COPIERS);
     if (threadIdx.x == 0) barrier_init(shared_address(&shared.query), THREADS);
-    // Rows have room for 32 heads: 16 of those of either half of the warps.
+    // The rows have room for half of the heads at a time: 16 of those of either part of the warps.
     int own_heads = min(HEADS, heads - first_head);
     auto stage = [&](int half) {
-        const u16* heads_from = q + row * q_row_stride + first_head * q_head_stride;
-        stage_query<32>(shared.records[0], heads_from, q_head_stride, own_heads, warp, lane,
-                        [&](int r) { return r / 16 * 32 + half * 16 + r % 16; });
+        const u16* own_query = q + row * q_row_stride + first_head * q_head_stride;
+        stage_query<KEYS>(shared.records[0], own_query, q_head_stride, own_heads, warp, lane,
+                          [&](int r) { return r / 16 * 32 + half * 16 + r % 16; });
     };
     auto slot_of = [&](int block, int i) -> int { return entries.slot_of(block, i); };
     auto counts = [&](int slot) -> bool { return (u32)slot < (u32)scope.num_slots; };

@@ -76,7 +76,7 @@ struct Place {
 // A warp's values of a share's own output, for `combine`; parameters as of `write_output`.
 DEVICE void write_partials(const float* alpha, float factor, float rest, Place place, const float (&o)[VALUE_TILES][NT][4],
                            const Own& own, const Results& to, int member, int lane) {
-    // All of them have one power of two: float16 has 29 binades of full precision.
+    // One power of two for all heads: a largest value of each would take longer than all else here.
     float largest = 0.f;
 #pragma unroll
     for (int n = 0; n < NT; ++n)
@@ -84,7 +84,8 @@ DEVICE void write_partials(const float* alpha, float factor, float rest, Place p
         for (int i = 0; i < 2; ++i) {
             float of_head = 0.f;
 #pragma unroll
-            for (int m = 0; m < VALUE_TILES; ++m) of_head = fmaxf(of_head, fmaxf(fabsf(o[m][n][i]), fabsf(o[m][n][i + 2])));
+            for (int m = 0; m < VALUE_TILES; ++m)
+                of_head = fmaxf(of_head, fmaxf(fabsf(o[m][n][i]), fabsf(o[m][n][i + 2])));
             largest = fmaxf(largest, of_head * (alpha[n * 8 + 2 * (lane & 3) + i] * factor) * rest);
         }
     int exponent = partial_exponent(__int_as_float((int)__reduce_max_sync(~0u, (u32)__float_as_int(largest))));

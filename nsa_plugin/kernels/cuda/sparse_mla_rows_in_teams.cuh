@@ -54,8 +54,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     for (int k = 0; k < STAGES; ++k) slots[k] = slot_of(begin + k, copied_row());
     int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
     // The stages have room for the heads of a team each.
-    stage_query<HEADS * TEAMS>(shared.records[0], q + row * q_row_stride + HEADS * TEAMS * blockIdx.y * q_head_stride,
-                               q_head_stride, heads - HEADS * TEAMS * blockIdx.y, warp, lane, [](int r) { return r; });
+    u32 block_head = HEADS * TEAMS * blockIdx.y;
+    stage_query<HEADS * TEAMS>(shared.records[0], q + row * q_row_stride + block_head * q_head_stride, q_head_stride,
+                               heads - block_head, warp, lane, [](int r) { return r; });
     name_nothings<COPIED>(shared, zeros);
     if (!__syncthreads_or(counts(final)) && begin + 1 < end)
         end = end_of_entries(begin, end, shared.last, true, warp, lane,

@@ -137,8 +137,8 @@ DEVICE void read_query(u32 (&query)[STEPS][QUERY_TILES][2], const u16* q, i64 he
     }
 }
 #else
-// The query on its way through shared memory, `ROWS` heads at a time where rows will be: as lanes take it, reading it from
-// memory takes longer than attending 32 keys. Row r gets head `head_of(r)`, or zeros if there is none. All warps start copies.
+// The query passes through shared memory, ROWS heads at a time, where rows will be: reading it as lanes need it takes longer
+// than to attend 32 keys. Row r gets head `head_of(r)`, or zeros if there is none. All warps start copies, of 16 bytes.
 template <int ROWS, typename HeadOf>
 DEVICE void stage_query(u8* rows, const u16* q, i64 head_stride, int heads, int warp, int lane, HeadOf head_of) {
     static_assert(ROWS % WARPS == 0, "warps take whole rows");
@@ -149,7 +149,8 @@ DEVICE void stage_query(u8* rows, const u16* q, i64 head_stride, int heads, int 
         const u8* from = (const u8*)(q + head * head_stride) + lane * 16;
 #pragma unroll
         for (int at = 0; at < COPIED; at += 512)
-            if (at + 512 <= COPIED || lane * 16 < COPIED - at) copy_16_bytes_or_zeros(to + at, from + at, head < heads);
+            if (at + 512 <= COPIED || lane * 16 < COPIED - at)
+                copy_16_bytes_or_zeros(to + at, from + at, head < heads);
     }
 }
 

@@ -16,14 +16,14 @@ struct Share {
     float largest;  // of the logits, base 2
 };
 
-// What a share makes of a head's values until `combine` reads it: float16, in GROUPS of 64, each multiplied by a power of two
-// that takes its largest to 2^14 or more, with the reciprocals of these powers. That is half of the bytes of float32, and loses
-// 2^-12 of a value at most, but for those that are far smaller than the largest. A group is four tiles of 16 values, of which
-// a thread of the second product has two each: these are side by side.
-constexpr int GROUPS = D_V / 64;
+// A share's output of a head, until `combine` reads it: float16, in groups of 64 values, which a power of two takes to where
+// float16 is most precise: the largest of a group and of the block's other heads to 2^14 or more. Of values down to 2^-28 of
+// that it loses 2^-12 at most, where the result, in bfloat16, loses 2^-9; and it is half as much to write and to read as
+// float32. A group is four tiles of 16 values, of which a thread of the second product has two each: these are side by side.
+constexpr int PARTIAL_GROUPS = D_V / 64;
 struct Partial {
-    uint4 values[GROUPS][8];  // in [p]: values 2 p and 2 p + 1 of each tile
-    float scales[GROUPS];
+    uint4 values[PARTIAL_GROUPS][8];  // in [p]: values 2 p and 2 p + 1 of each tile
+    float scales[PARTIAL_GROUPS];  // what the values are multiplied by
 };
 
 // The exponent of the power of two for values of which the largest is this: both it and its negative are float32's.
@@ -31,7 +31,7 @@ DEVICE int partial_exponent(float largest) {
     return largest > 0.f ? 14 + 127 - max(__float_as_int(largest) >> 23, 20) : 0;
 }
 
-// Two values of the output, from element `at` on, and four.
+// Two or four values of the output, from element `at` on.
 DEVICE void write_two(u8* out, i64 at, float lower, float upper) {
 #if OUT_FLOAT32
     *(float2*)((float*)out + at) = make_float2(lower, upper);
@@ -131,17 +131,18 @@ DEVICE void add_up_cluster(int shares, int own_share, int warps, int heads, cons
 #endif
 
 // The shares of rows and heads together, up to MOST of each, and the sink; by blocks of COMBINING threads. A warp takes a
-// head's values, or of more shares than eight half of them, so that a lane has 16 reads on their way.
+// head's values, or half of them where that would be more than 16 reads a lane. A kernel for each MOST has no more code
+// than it runs, which a GPU reads from memory first.
 template <int MOST>
-DEVICE void combine(const Partial* partials, const Share* known, int shares, int rows, int heads, const float* sink, u8* out,
-                    i64 out_row_stride, i64 out_head_stride, float* lse, float* max_logits) {
+DEVICE void combine(const Partial* partials, const Share* known, int shares, int rows, int heads, const float* sink,
+                    u8* out, i64 out_row_stride, i64 out_head_stride, float* lse, float* max_logits) {
     constexpr int PIECES = MOST > 8 ? 1 : 2;
     int lane = threadIdx.x & 31, unit = (blockIdx.x * COMBINING + threadIdx.x) / 32;
     int at = unit / (2 / PIECES), row = at / heads, head = at % heads, first = unit % (2 / PIECES) * 4 + lane / 8;
     if (row >= rows) return;
     i64 apart = (i64)rows * heads;
     partials += at, known += at;
-    // All reads are on their way before the first is needed. Lane k weighs share k, as do those that lie MOST lanes further on.
+    // All reads are on their way before the first is needed. Lane k weighs share k, and so do lanes k + MOST, k + 2 MOST...
     Share share = {-infinity(), -infinity()};
     if (lane % MOST < shares) share = known[lane % MOST * apart];
     uint4 part[MOST][PIECES];
@@ -173,17 +174,19 @@ DEVICE void combine(const Partial* partials, const Share* known, int shares, int
             }
         }
 #pragma unroll
-        for (int tile = 0; tile < 4; ++tile)
-            write_two(out, (first + 4 * piece) * 64 + tile * 16 + lane % 8 * 2, x[tile].x * all.divide, x[tile].y * all.divide);
+        for (int tile = 0; tile < 4; ++tile) {
+            i64 at = (first + 4 * piece) * 64 + tile * 16 + lane % 8 * 2;
+            write_two(out, at, x[tile].x * all.divide, x[tile].y * all.divide);
+        }
     }
 }
 
-#define COMBINE(MOST)                                                                                                      \
-    extern "C" __global__ void __launch_bounds__(COMBINING) combine_##MOST(                                                \
-        const Partial* __restrict__ partials, const Share* __restrict__ known, int shares, int rows, int heads,            \
-        const float* __restrict__ sink, u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride,                     \
-        float* __restrict__ lse, float* __restrict__ max_logits) {                                                         \
-        combine<MOST>(partials, known, shares, rows, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits);  \
+#define COMBINE(MOST)                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(COMBINING) combine_##MOST(                                               \
+        const Partial* __restrict__ partials, const Share* __restrict__ known, int shares, int rows, int heads,           \
+        const float* __restrict__ sink, u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride,                    \
+        float* __restrict__ lse, float* __restrict__ max_logits) {                                                        \
+        combine<MOST>(partials, known, shares, rows, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits); \
     }
 COMBINE(2)
 COMBINE(4)
