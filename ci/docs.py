@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ci import breakdown, chosen, fits, headline, ncu, regressions
+from ci import breakdown, chosen, fits, headline, ncu, portable, regressions
 from ci.rows import ROOT, Engine, Row, engines, load, reasons
 from ci.soak.report import runs_table
 from ci.support import CONFIGURATIONS
@@ -307,6 +307,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "kv-memory": kv_memory_table,
     "fits": fits.table,
     "tested": tested_table,
+    "portable-prefill": portable.prefill_table,
+    "portable-decode": portable.decode_table,
     "chosen": chosen.table,
     "headline": headline.table,
     "profiles": ncu.table,

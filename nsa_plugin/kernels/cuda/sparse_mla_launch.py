@@ -264,7 +264,7 @@ def kernels(
     built = {}
     for variant, shared in variants:
         attend = load_kernel(source, name, defines=options[variant], max_dynamic_shared=shared)
-        combines = {most: load_kernel(source, f"combine_{most}", defines=options[variant]) for most in COMBINES}
+        combines = {reach: load_kernel(source, f"combine_{reach}", defines=options[variant]) for reach in COMBINES}
         built[variant] = attend, combines
     return built
 
@@ -338,9 +338,9 @@ def attend_in_shares(
         )
         if parts[0] is not None:
             sizes = size(splits), size(rows), size(heads)
-            most = next(most for most in COMBINES if splits <= most)
-            blocks = -(-rows * heads * COMBINES[most] // COMBINING)
-            combines[most]((blocks, 1, 1), (32 * COMBINING, 1, 1), (*parts, *sizes, launch.sink, *launch.outputs))
+            reach = next(reach for reach in COMBINES if splits <= reach)
+            blocks = -(-rows * heads * COMBINES[reach] // COMBINING)
+            combines[reach]((blocks, 1, 1), (32 * COMBINING, 1, 1), (*parts, *sizes, launch.sink, *launch.outputs))
     return launch.finish()
 
 
