@@ -431,27 +431,49 @@ def test_shares_of_a_row_are_added_up(attend: Any, layout: str, splits: int) -> 
     check_shares(attend, layout, splits)
 
 
-def check_sizes(variant: sparse_mla_rows.RowsVariant, exponent: int) -> None:
-    case = decode_case(layout="bf16", batch=2, s_q=1, heads=9, slots=256, topk=256, with_length=False, with_sink=False)
+def check_sizes(attend: Any, layout: str, exponent: int, out_dtype: torch.dtype = torch.bfloat16) -> None:
+    cache = {"layout": layout, "slots": 256, "topk": 256, "gap": 0}
+    case = decode_case(batch=2, s_q=1, heads=9, with_length=False, with_sink=False, **cache)
     case["q"].zero_()  # so that all entries weigh the same
     unscaled = reference_decode(**case, out_dtype=torch.float32).out
-    case["cache"].data.mul_(2.0**exponent)
-    found = decode_op(partial(sparse_mla_rows.attend, variant=variant))(**case, splits=3, out_dtype=torch.bfloat16).out
+    if layout == "bf16":
+        case["cache"].data.mul_(2.0**exponent)
+    else:
+        case["cache"].data.view(-1, 656)[:, 512:528].view(torch.float32).mul_(2.0**exponent)
+    found = decode_op(attend)(**case, splits=3, out_dtype=out_dtype).out
     absolute, relative = DECODE_TOLERANCE
     torch.testing.assert_close(found.float() * 2.0**-exponent, unscaled, atol=absolute, rtol=relative)
 
 
-@pytest.mark.parametrize("exponent", [-110, -30, 30, 110])
-@pytest.mark.parametrize("variant", sparse_mla_rows.PORTABLE_VARIANTS[3:], ids=str)
-def test_shares_of_values_of_any_size(variant: sparse_mla_rows.RowsVariant, exponent: int) -> None:
+@pytest.mark.parametrize(
+    ("exponent", "out_dtype"), [(-84, torch.bfloat16), (-30, torch.float32), (30, torch.bfloat16), (40, torch.float32)]
+)
+@pytest.mark.parametrize(("attend", "layout"), SHARING)
+def test_shares_of_values_of_any_size(attend: Any, layout: str, exponent: int, out_dtype: torch.dtype) -> None:
     """Beyond what float16 has, which a share's output is between the kernels."""
-    check_sizes(variant, exponent)
+    check_sizes(attend, layout, exponent, out_dtype)
+
+
+def test_queries_are_copied_where_they_cannot_be_read_at_once() -> None:
+    q = torch.zeros(3 * 5 * 576 + 8, dtype=torch.bfloat16)
+    aligned = q[8:].view(3, 5, 576)
+    assert sparse_mla_launch.readable_queries(aligned) is aligned
+    for moved in (q[4:-4].view(3, 5, 576), aligned[..., :572].transpose(1, 2)):
+        assert sparse_mla_launch.readable_queries(moved).data_ptr() % 16 == 0
 
 
 CONVERTED = partial(
     check_shares, partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[4]), "v32_fp8", splits=7
 )
-TINY = partial(check_sizes, sparse_mla_rows.PORTABLE_VARIANTS[-1], -115)
+TINY = partial(
+    check_sizes, partial(sparse_mla.attend, variant=sparse_mla.PORTABLE_VARIANTS[4]), "v32_fp8", exponent=-84
+)
+TEAMS = partial(
+    check_shares, partial(sparse_mla_rows.attend, variant=sparse_mla_rows.PORTABLE_VARIANTS[5]), "bf16", splits=7
+)
+ROWS = partial(
+    check_shares, partial(sparse_mla_rows.attend, variant=sparse_mla_rows.PORTABLE_VARIANTS[4]), "bf16", splits=7
+)
 
 
 def check_zeros() -> None:
@@ -470,15 +492,17 @@ def test_shares_of_zeros_with_large_scales() -> None:
 @pytest.mark.parametrize(
     ("edit", "check"),
     [
-        (("return largest > 0.f ? 14", "return true ? 14"), check_zeros),
-        (("max(__float_as_int(largest) >> 23, 20)", "(__float_as_int(largest) >> 23)"), TINY),
+        (("largest > 0.f ? min", "true ? min"), check_zeros),
+        (("(__float_as_int(largest) >> 23), 80)", "(__float_as_int(largest) >> 23), 127)"), TINY),
         (("weight *= scale[k][piece];", ";"), CONVERTED),
         (("if (weight == 0.f) continue;", ";"), CONVERTED),
         (("is_odd ? 0x3276 : 0x5410", "0x5410"), CONVERTED),
         (("barrier_wait(arrival, 1);", ";"), CONVERTED),
         (("barrier_wait(arrival, 0);", ";"), CONVERTED),
+        (("barrier_wait(shared_address(&shared.query), 0);", ";"), TEAMS),
+        (("barrier_wait(shared_address(&shared.query), 0);", ";"), ROWS),
     ],
-    ids=["zeros", "small", "no scale", "nothing weighs", "no exchange", "second half not waited for", "first half"],
+    ids=["zeros", "small", "no scale", "nothing weighs", "no exchange", "second half", "first half", "teams", "rows"],
 )
 def test_a_fault_in_shares_is_noticed(edit: tuple[str, str], check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_on_cpu, "edits", [edit])

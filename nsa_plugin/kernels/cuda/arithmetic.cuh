@@ -27,7 +27,7 @@ DEVICE float sum_of_lanes(float x) {
 DEVICE float warp_max(float x) { return max_of_lanes<32>(x); }
 DEVICE float warp_sum(float x) { return sum_of_lanes<32>(x); }
 
-// Of lanes `distance` apart, one has the lower halves of what both had, and the odd one the upper halves.
+// Lanes `distance` apart swap halves: the even one gets both lower halves, the odd one both upper ones.
 DEVICE u32 exchange_halves(u32 two, int distance, bool is_odd) {
     return __byte_perm(two, __shfl_xor_sync(~0u, two, distance), is_odd ? 0x3276 : 0x5410);
 }

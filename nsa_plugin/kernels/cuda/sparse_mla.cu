@@ -41,12 +41,12 @@
 // Attention of query row `blockIdx.x`, or of the GROUP rows from GROUP * `blockIdx.x` on, for heads from
 // HEADS / GROUP * `blockIdx.y` on, over the share `blockIdx.z` of its
 // entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are
-// a cluster, which adds up in the end, or `partials` and `known` hold every share's own for `combine`.
+// a cluster, which adds up in the end, or `partials` and `statistics` hold every share's own for `combine_N`.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads,
     Scope first, Scope second, const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
     u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride, float* __restrict__ lse,
-    float* __restrict__ max_logits, Partial* __restrict__ partials, Share* __restrict__ known
+    float* __restrict__ max_logits, Partial* __restrict__ partials, Share* __restrict__ statistics
 #if GROUP > 1
     , int rows  // of all groups; `first` has the indices of a group as its row, and there is one share
 #endif
@@ -223,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 
     meet();
     Own own = {first_row, own_rows, first_head, own_heads, (int)blockIdx.z, is_whole, is_cluster};
-    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partials, known, (int)gridDim.x, heads};
+    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partials, statistics, (int)gridDim.x, heads};
     finish_heads(shared.alpha, own_shares(shared), state, own, results, sink, warp, lane);
     meet();
     write_output(shared, state, o, own, results, warp, lane);

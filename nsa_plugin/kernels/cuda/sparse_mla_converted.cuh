@@ -10,7 +10,7 @@
 #include "sparse_mla_rows_steps.cuh"
 
 static_assert(!HOPPER && WARPS == 8 && TEAMS == 1 && !PRODUCERS && GROUP == 1 && LAYOUT == 0 && !HAS_EXTRA && KEYS == 32 &&
-              STAGES == 1 && COLUMNS == 1 && SWAPS, "what this file is for");
+              STAGES == 1 && COLUMNS == 1 && SWAPS && HEADS == 2 * KEYS, "what this file is for");
 
 // A warp's values of all keys of a step, and what belongs to a key.
 DEVICE void convert(Shared& shared, int warp, int lane) {
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads,
     Scope scope, Scope, const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
     u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride, float* __restrict__ lse,
-    float* __restrict__ max_logits, Partial* __restrict__ partials, Share* __restrict__ known GATE_PARAMETER) {
+    float* __restrict__ max_logits, Partial* __restrict__ partials, Share* __restrict__ statistics GATE_PARAMETER) {
     END_AT_GATE
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)memory;
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
 
     meet();
     Own place = {row, 1, first_head, min(HEADS, heads - first_head), (int)blockIdx.z, gridDim.z == 1, false};
-    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partials, known, (int)gridDim.x, heads};
+    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partials, statistics, (int)gridDim.x, heads};
     finish_heads(own.alpha, nullptr, state, place, results, sink, warp, lane);
     meet();
     write_output(own.alpha, OUTPUT_FACTOR, 1.f, 2, nullptr, o, place, results, warp, lane);

@@ -33,8 +33,8 @@ NOTHINGS = 1024  # records that stand for entries which do not count
 NOT_COUNTED = -(2.0**-100)  # and their scales, with V3.2
 PARTIAL_BYTES = D_V * 2 + D_V // 64 * 4  # of a share's output of a head: `Partial` of the source
 COMBINES = {2: 1, 4: 1, 8: 1, 16: 2}
-"""Kernels `combine_N`: most shares that each adds up, and its warps for a head."""
-COMBINING = 4  # their warps of a block
+"""Kernel `combine_N` adds up to N shares of a head, with so many warps."""
+COMBINING = 4  # warps of a block of it
 NO_GATE, UNLESS_NEGATIVE, IF_NEGATIVE = 0, 1, 2
 """`GATE` of gate.cuh: a kernel runs always, or by the sign of a number on the GPU: unless or if it is negative."""
 
@@ -281,7 +281,7 @@ def attend_in_shares(
     splits: int | None,
     gate: torch.Tensor | None = None,
 ) -> SparseMlaResult:
-    """Attend with a kernel of few heads and, if its shares are not added up in a cluster, with `combine`.
+    """Attend with a kernel of few heads and, if its shares are not added up in a cluster, with `combine_N`.
 
     Args:
         inputs: what the kernel takes between the heads and the sink.

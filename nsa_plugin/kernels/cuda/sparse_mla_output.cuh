@@ -9,21 +9,21 @@ struct Own {
     int first_head, heads;
     int share;
     bool is_whole;    // there is one share: it is the result
-    bool is_cluster;  // there are more, whose blocks add up in the end; otherwise `combine` does
+    bool is_cluster;  // there are more, whose blocks add up in the end; otherwise `combine_N` does
 };
 
-// The results of a call of `rows` query rows with `heads` heads, and where shares keep theirs for `combine`.
+// The results of a call of `rows` query rows with `heads` heads, and where shares keep theirs for `combine_N`.
 struct Results {
     u8* out;
     i64 out_row_stride, out_head_stride;
     float* lse;
     float* max_logits;
     Partial* partials;
-    Share* known;
+    Share* statistics;
     int rows, heads;
 
-    // Where a share has what it makes of a head.
-    DEVICE i64 part(const Own& own, int head) const {
+    // Which of `partials` and `statistics` is a share's of a head.
+    DEVICE i64 partial_index(const Own& own, int head) const {
         return ((i64)own.share * rows + own.first_row) * heads + own.first_head + head;
     }
 };
@@ -42,7 +42,7 @@ DEVICE void finish_heads(float* alpha, Share* cluster_shares, const Softmax<COLU
             i64 at = (i64)(own.first_row + query_of(column)) * to.heads + own.first_head + head;
             Share share = {sum == 0.f ? -infinity() : total, largest};
             if (own.is_cluster) cluster_shares[column] = share;
-            else if (head < own.heads && !own.is_whole) to.known[to.part(own, head)] = share;
+            else if (head < own.heads && !own.is_whole) to.statistics[to.partial_index(own, head)] = share;
             else if (head < own.heads) {
                 if (sink && sum != 0.f) weight /= 1.f + exp2_approx(sink[own.first_head + head] * LOG2_E - total);
                 to.lse[at] = sum == 0.f ? infinity() : total * LN_2;
@@ -73,7 +73,8 @@ struct Place {
     }
 };
 
-// A warp's values of a share's own output, for `combine`; parameters as of `write_output`.
+// A warp's values of a share's own output, for `combine_N`; parameters as of `write_output`.
+static_assert(VALUE_TILES % 4 == 0, "a warp has whole groups");
 DEVICE void write_partials(const float* alpha, float factor, float rest, Place place, const float (&o)[VALUE_TILES][NT][4],
                            const Own& own, const Results& to, int member, int lane) {
     // One power of two for all heads: a largest value of each would take longer than all else here.
@@ -95,7 +96,7 @@ DEVICE void write_partials(const float* alpha, float factor, float rest, Place p
         for (int i = 0; i < 2; ++i) {
             int head = n * 8 + 2 * (lane & 3) + i;
             float scale = alpha[head] * factor * power_of_two(exponent) * rest;
-            Partial& partial = to.partials[to.part(own, head)];
+            Partial& partial = to.partials[to.partial_index(own, head)];
 #pragma unroll
             for (int first = 0; first < VALUE_TILES; first += 4) {
                 u32 x[4];

@@ -28,12 +28,12 @@
 #else
 // Attention of query row `blockIdx.x`, for HEADS heads from HEADS * `blockIdx.y` on, over the share `blockIdx.z` of its
 // entries. With one share `out`, `lse` and `max_logits` are the result. With more, either the blocks of all shares are a
-// cluster, which adds up in the end, or `partials` and `known` hold every share's own for `combine`.
+// cluster, which adds up in the end, or `partials` and `statistics` hold every share's own for `combine_N`.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads, Scope scope,
     const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
     u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride, float* __restrict__ lse,
-    float* __restrict__ max_logits, Partial* __restrict__ partials, Share* __restrict__ known) {
+    float* __restrict__ max_logits, Partial* __restrict__ partials, Share* __restrict__ statistics) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)memory;
     // Both in ways that the compiler cannot repeat, as it would rather than keep them in registers.
@@ -67,6 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
 #if HOPPER
     if (!PRODUCERS) read_query(query, own_query, q_head_stride, own_heads, part, lane);
 #else
+    static_assert(HEADS <= UNIT, "the query fits a stage");
     if (threadIdx.x == 0) barrier_init(shared_address(&shared.query), THREADS);
     stage_query<HEADS>(shared.records[STAGES - 1], own_query, q_head_stride, own_heads, warp, lane,
                        [](int r) { return r; });
@@ -133,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
 
     meet();
     Own place = {row, 1, first_head, own_heads, own_share, is_whole, is_cluster};
-    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partials, known, (int)gridDim.x, heads};
+    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partials, statistics, (int)gridDim.x, heads};
     finish_heads(own.alpha, own_shares(own), state, place, results, sink, warp, lane);
     meet();
     if (!is_whole && !is_cluster) return write_output(own.alpha, 1.f, 1.f, 1, nullptr, o, place, results, warp, lane);

@@ -10,8 +10,8 @@
 //   O = V^T P     warp w: values 128 w to 128 w + 127 of every row.
 #pragma once
 
-static_assert(TEAMS == 2 && MEMBERS == 4 && KEYS == 32 && STAGES == 2 && COLUMNS == 1 && SWAPS && !HOPPER && !PRODUCERS,
-              "what this file is for");
+static_assert(TEAMS == 2 && MEMBERS == 4 && KEYS == 32 && STAGES == 2 && COLUMNS == 1 && SWAPS && !HOPPER && !PRODUCERS &&
+              HEADS == UNIT, "what this file is for");
 
 // The number of the named barrier at which the second team waits for the first.
 constexpr int START = 1 + SUMS * KEY_PARTS * HEAD_PARTS * TEAMS;
@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads, Scope scope,
     const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
     u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride, float* __restrict__ lse,
-    float* __restrict__ max_logits, Partial* __restrict__ partials, Share* __restrict__ known GATE_PARAMETER) {
+    float* __restrict__ max_logits, Partial* __restrict__ partials, Share* __restrict__ statistics GATE_PARAMETER) {
     END_AT_GATE
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)memory;
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
 
     meet(team());
     Own place = {row, 1, first_head, min(HEADS, heads - first_head), (int)blockIdx.z, gridDim.z == 1, false};
-    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partials, known, (int)gridDim.x, heads};
+    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partials, statistics, (int)gridDim.x, heads};
     finish_heads(own().alpha, nullptr, state, place, results, sink, member(), lane);
     meet(team());
     write_output(own().alpha, 1.f, 1.f, 1, nullptr, o, place, results, member(), lane);

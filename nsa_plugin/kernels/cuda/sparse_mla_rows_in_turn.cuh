@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     const u16* __restrict__ q, i64 q_row_stride, i64 q_head_stride, int heads, Scope scope,
     const u8* __restrict__ zeros, const float* __restrict__ sink, float scale_log2,
     u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride, float* __restrict__ lse,
-    float* __restrict__ max_logits, Partial* __restrict__ partials, Share* __restrict__ known, int rows) {
+    float* __restrict__ max_logits, Partial* __restrict__ partials, Share* __restrict__ statistics, int rows) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& shared = *(Shared*)memory;
     // In ways that the compiler cannot repeat: see sparse_mla.cu.
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
     Part part(warp);
     int first_head = HEADS * blockIdx.y;
     Own own = {(int)blockIdx.x, 1, first_head, min(HEADS, heads - first_head), (int)blockIdx.z, gridDim.z == 1, false};
-    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partials, known, rows, heads};
+    Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partials, statistics, rows, heads};
     u32 query[STEPS][QUERY_TILES][2];
     auto read_own_query = [&] {
         read_query(query, q + own.first_row * q_row_stride + first_head * q_head_stride, q_head_stride, own.heads, part, lane);

@@ -51,8 +51,9 @@ struct Shared {
     alignas(16) u16 weights[WARPS][KEYS];  // what a warp multiplies P by, as bfloat16, by position
 #endif
 };
-// A share's output lies where its rows were, and what is known of it where S was, in sparse_mla_rows.cu.
-static_assert(IN_TURN || TEAMS > 1 || RECORDS || HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::records), "a share's output does not fit");
+// The output, of a row or of a cluster's share, lies where its rows were, and what is known of it where S was, in
+// sparse_mla_rows.cu.
+static_assert(IN_TURN || TEAMS > 1 || RECORDS || HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::records), "an output does not fit");
 
 // Where the row of a slot lies.
 DEVICE const u8* find_row(const Scope& scope, int slot) {

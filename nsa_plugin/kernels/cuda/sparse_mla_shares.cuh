@@ -1,4 +1,4 @@
-// Adding up what blocks of threads made of shares of a row's entries: in a cluster, or by the kernel `combine`.
+// Adding up what blocks of threads made of shares of a row's entries: in a cluster, or by a kernel `combine_N`.
 #pragma once
 
 #ifndef OUT_FLOAT32
@@ -8,7 +8,7 @@
 #include "sparse_mla_softmax.cuh"
 
 constexpr int MAX_SHARES = 16;  // blocks of a cluster
-constexpr int COMBINING = 128;  // threads of a block of `combine`
+constexpr int COMBINING = 4;    // warps of a block of `combine_N`
 
 // What a share of a row's entries makes of one head, beside its output: the mean of the values, by their weights.
 struct Share {
@@ -16,19 +16,22 @@ struct Share {
     float largest;  // of the logits, base 2
 };
 
-// A share's output of a head, until `combine` reads it: float16, in groups of 64 values, which a power of two takes to where
-// float16 is most precise: the largest of a group and of the block's other heads to 2^14 or more. Of values down to 2^-28 of
-// that it loses 2^-12 at most, where the result, in bfloat16, loses 2^-9; and it is half as much to write and to read as
-// float32. A group is four tiles of 16 values, of which a thread of the second product has two each: these are side by side.
+// A share's output of a head, until `combine_N` reads it: float16, which is half as much to write and to read as float32. Groups
+// of 64 values are multiplied by a power of two, so that the largest is at least 2^14. A warp has one power for its values of
+// all heads of its block. Values down to 2^-28 of the largest lose 2^-11 at most, where rounding the result to bfloat16 loses
+// 2^-8; a result in float32 has that precision, too. A group is four tiles of 16 values, of which a thread of the second
+// product has two each: these are side by side.
 constexpr int PARTIAL_GROUPS = D_V / 64;
 struct Partial {
     uint4 values[PARTIAL_GROUPS][8];  // in [p]: values 2 p and 2 p + 1 of each tile
-    float scales[PARTIAL_GROUPS];  // what the values are multiplied by
+    float scales[PARTIAL_GROUPS];     // what the values are multiplied by to have them back
 };
+static_assert(sizeof(Partial) == D_V * 2 + PARTIAL_GROUPS * 4, "the launcher makes room for it");
 
-// The exponent of the power of two for values of which the largest is this: both it and its negative are float32's.
+// The exponent of that power, where the largest value is this. At most 80, so that it can be multiplied by the factor of an
+// output: values below 2^-66 become less than 2^14, and below 2^-94 lose precision.
 DEVICE int partial_exponent(float largest) {
-    return largest > 0.f ? 14 + 127 - max(__float_as_int(largest) >> 23, 20) : 0;
+    return largest > 0.f ? min(14 + 127 - (__float_as_int(largest) >> 23), 80) : 0;
 }
 
 // Two or four values of the output, from element `at` on.
@@ -117,11 +120,11 @@ DEVICE void add_up_cluster(int shares, int own_share, int warps, int heads, cons
     int times = halvings(heads, shares * warps), of_head = 2 + times;
     for (int k = own_share * warps + warp; k < heads << of_head; k += shares * warps) {
         int head = k >> of_head, value = (k & (1 << of_head) - 1) * (128 >> times) + (lane & (32 >> times) - 1) * 4;
-        u32 known = shared_address(own_shares + head), values = shared_address(own_out + head * out_stride + value);
+        u32 statistics = shared_address(own_shares + head), values = shared_address(own_out + head * out_stride + value);
         add_up(
             shares, times,
             [&](int from) {
-                float2 two = load_cluster_2(shared_of_block(known, from));
+                float2 two = load_cluster_2(shared_of_block(statistics, from));
                 return Share{two.x, two.y};
             },
             [&](int from) { return load_cluster_4(shared_of_block(values, from)); }, sink ? sink + head : nullptr, out,
@@ -130,21 +133,21 @@ DEVICE void add_up_cluster(int shares, int own_share, int warps, int heads, cons
 }
 #endif
 
-// The shares of rows and heads together, up to MOST of each, and the sink; by blocks of COMBINING threads. A warp takes a
+// The shares of rows and heads together, up to MOST of each, and the sink; by blocks of COMBINING warps. A warp takes a
 // head's values, or half of them where that would be more than 16 reads a lane. A kernel for each MOST has no more code
 // than it runs, which a GPU reads from memory first.
 template <int MOST>
-DEVICE void combine(const Partial* partials, const Share* known, int shares, int rows, int heads, const float* sink,
+DEVICE void combine(const Partial* partials, const Share* statistics, int shares, int rows, int heads, const float* sink,
                     u8* out, i64 out_row_stride, i64 out_head_stride, float* lse, float* max_logits) {
     constexpr int PIECES = MOST > 8 ? 1 : 2;
-    int lane = threadIdx.x & 31, unit = (blockIdx.x * COMBINING + threadIdx.x) / 32;
+    int lane = threadIdx.x & 31, unit = blockIdx.x * COMBINING + threadIdx.x / 32;
     int at = unit / (2 / PIECES), row = at / heads, head = at % heads, first = unit % (2 / PIECES) * 4 + lane / 8;
     if (row >= rows) return;
     i64 apart = (i64)rows * heads;
-    partials += at, known += at;
+    partials += at, statistics += at;
     // All reads are on their way before the first is needed. Lane k weighs share k, and so do lanes k + MOST, k + 2 MOST...
     Share share = {-infinity(), -infinity()};
-    if (lane % MOST < shares) share = known[lane % MOST * apart];
+    if (lane % MOST < shares) share = statistics[lane % MOST * apart];
     uint4 part[MOST][PIECES];
     float scale[MOST][PIECES];
 #pragma unroll
@@ -182,11 +185,11 @@ DEVICE void combine(const Partial* partials, const Share* known, int shares, int
 }
 
 #define COMBINE(MOST)                                                                                                     \
-    extern "C" __global__ void __launch_bounds__(COMBINING) combine_##MOST(                                               \
-        const Partial* __restrict__ partials, const Share* __restrict__ known, int shares, int rows, int heads,           \
+    extern "C" __global__ void __launch_bounds__(32 * COMBINING) combine_##MOST(                                          \
+        const Partial* __restrict__ partials, const Share* __restrict__ statistics, int shares, int rows, int heads,           \
         const float* __restrict__ sink, u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride,                    \
         float* __restrict__ lse, float* __restrict__ max_logits) {                                                        \
-        combine<MOST>(partials, known, shares, rows, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits); \
+        combine<MOST>(partials, statistics, shares, rows, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits); \
     }
 COMBINE(2)
 COMBINE(4)
