@@ -73,8 +73,9 @@ struct Place {
     }
 };
 
-// A warp's values of a share's own output, for `combine_N`; parameters as of `write_output`.
 static_assert(VALUE_TILES % 4 == 0, "a warp has whole groups");
+
+// A warp's values of a share's own output, for `combine_N`; parameters as of `write_output`.
 DEVICE void write_partials(const float* alpha, float factor, float rest, Place place, const float (&o)[VALUE_TILES][NT][4],
                            const Own& own, const Results& to, int member, int lane) {
     // One power of two for all heads: a largest value of each would take longer than all else here.
