@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ci.chosen import HEADS
 from ci.rows import ROOT
 from nsa_plugin.tools.bench.cases import RANDOM, selection_of
 from nsa_plugin.tools.bench.record import check
@@ -15,7 +15,6 @@ from nsa_plugin.tools.bench.suites.sparse_mla import PADDED
 from nsa_plugin.tools.pages.markdown import markdown_table
 
 RECORDS = ROOT / "docs" / "benchmarks" / "h200"
-HEADS = (8, 16, 32, 64, 128)
 CACHES = {"fp8": "", "bf16": "-bf16"}
 """KV caches, and what they add to a suite's name."""
 PREFILLS = {
@@ -25,42 +24,34 @@ PREFILLS = {
 }
 REQUESTS = {"1 request": (1,), "8 requests": (8,), "32": (32,), "128 and 512": (128, 512)}
 
-Cell = Callable[[int], str]
-"""Of a number of heads."""
-
 
 def prefill_table(records: Path = RECORDS) -> str:
     """Prefills: the speed of provider `cuda`, FlashMLA's with padded heads being 1, and TFLOPS."""
-    cells = {}
-    for name, (cache, selection) in PREFILLS.items():
-        rows = _rows(records / f"portable-sparse-mla-prefill{CACHES[cache]}.json")
-        cells[name] = partial(_cell, [row for row in rows if selection_of(row["case"]) == selection])
-    return markdown_table(["heads a GPU", *cells], [[str(heads), *_line(cells, heads)] for heads in HEADS])
+    columns = [
+        [row for row in _rows(records, "prefill", cache) if selection_of(row["case"]) == selection]
+        for cache, selection in PREFILLS.values()
+    ]
+    lines = [[str(heads), *(_cell(rows, heads) for rows in columns)] for heads in HEADS]
+    return markdown_table(["heads a GPU", *PREFILLS], lines)
 
 
 def decode_table(records: Path = RECORDS) -> str:
     """Decode steps, of one query token a request and of two, like `prefill_table`."""
     lines = []
-    for cache, suffix in CACHES.items():
-        rows = _rows(records / f"portable-sparse-mla-decode{suffix}.json")
-        cells = {
-            name: partial(_cell, [row for row in rows if row["case"]["batch"] in counts])
-            for name, counts in REQUESTS.items()
-        }
-        lines += [[str(heads), cache, *_line(cells, heads)] for heads in HEADS]
+    for cache in CACHES:
+        decode = _rows(records, "decode", cache)
+        columns = [[row for row in decode if row["case"]["batch"] in counts] for counts in REQUESTS.values()]
+        lines += [[str(heads), cache, *(_cell(rows, heads) for rows in columns)] for heads in HEADS]
     return markdown_table(["heads a GPU", "cache", *REQUESTS], lines)
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = check(json.loads(path.read_text(encoding="utf-8")), str(path))["rows"]
-    return [row for row in rows if row["provider"] == "cuda" and row["baseline"] == PADDED]
+def _rows(records: Path, phase: str, cache: str) -> list[dict[str, Any]]:
+    path = records / f"portable-sparse-mla-{phase}{CACHES[cache]}.json"
+    record = check(json.loads(path.read_text(encoding="utf-8")), str(path))
+    return [row for row in record["rows"] if row["provider"] == "cuda" and row["baseline"] == PADDED]
 
 
-def _line(cells: Mapping[str, Cell], heads: int) -> list[str]:
-    return [cell(heads) for cell in cells.values()]
-
-
-def _cell(rows: Sequence[Mapping[str, Any]], heads: int) -> str:
+def _cell(rows: Sequence[dict[str, Any]], heads: int) -> str:
     """The least and the greatest: "0.66 to 0.68 (213 to 219)"."""
     found = [row for row in rows if row["case"]["heads"] == heads]
     if not found:

@@ -458,8 +458,12 @@ def test_queries_are_copied_where_they_cannot_be_read_at_once() -> None:
     q = torch.zeros(3 * 5 * 576 + 8, dtype=torch.bfloat16)
     aligned = q[8:].view(3, 5, 576)
     assert sparse_mla_launch.readable_queries(aligned) is aligned
-    for moved in (q[4:-4].view(3, 5, 576), aligned[..., :572].transpose(1, 2)):
-        assert sparse_mla_launch.readable_queries(moved).data_ptr() % 16 == 0
+    off_its_start, off_its_stride = q[4:-4].view(3, 5, 576), q[: 3 * 5 * 572].view(3, 5, 572)
+    for moved in (off_its_start, off_its_stride, aligned.transpose(1, 2)):
+        copied = sparse_mla_launch.readable_queries(moved)
+        assert copied.is_contiguous()
+        assert copied.data_ptr() % 16 == 0
+        assert copied.data_ptr() != moved.data_ptr()
 
 
 CONVERTED = partial(

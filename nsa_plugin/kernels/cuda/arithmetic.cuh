@@ -25,7 +25,6 @@ DEVICE float sum_of_lanes(float x) {
 }
 
 DEVICE float warp_max(float x) { return max_of_lanes<32>(x); }
-DEVICE float warp_sum(float x) { return sum_of_lanes<32>(x); }
 
 // Lanes `distance` apart swap halves: the even one gets both lower halves, the odd one both upper ones.
 DEVICE u32 exchange_halves(u32 two, int distance, bool is_odd) {

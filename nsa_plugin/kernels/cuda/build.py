@@ -188,14 +188,22 @@ def _architecture(device: int) -> str:
 
 
 @functools.cache
-def _load(source: str, name: str, defines: Defines, shared: int, device: int) -> CudaKernel:
+def _library(source: str, defines: Defines, shared: int, device: int) -> Any:
+    """A source's kernels with one limit of dynamic shared memory, which is an attribute of a loaded kernel."""
     from cuda.bindings import driver
 
     arch = _architecture(device)
     with _BUILD_LOCK:
         cubin = _COMPILED.get((source, defines, arch)) or _cubin(source, defines, arch)
+    return _checked(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0), f"loading {source}")
+
+
+@functools.cache
+def _load(source: str, name: str, defines: Defines, shared: int, device: int) -> CudaKernel:
+    from cuda.bindings import driver
+
     what = f"{source}:{name}"
-    library = _checked(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0), f"loading {what}")
+    library = _library(source, defines, shared, device)
     kernel = _checked(driver.cuLibraryGetKernel(library, name.encode()), f"finding {what}")
     attributes = driver.CUfunction_attribute
     wanted = {attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: shared} if shared else {}

@@ -120,11 +120,11 @@ DEVICE void add_up_cluster(int shares, int own_share, int warps, int heads, cons
     int times = halvings(heads, shares * warps), of_head = 2 + times;
     for (int k = own_share * warps + warp; k < heads << of_head; k += shares * warps) {
         int head = k >> of_head, value = (k & (1 << of_head) - 1) * (128 >> times) + (lane & (32 >> times) - 1) * 4;
-        u32 statistics = shared_address(own_shares + head), values = shared_address(own_out + head * out_stride + value);
+        u32 known = shared_address(own_shares + head), values = shared_address(own_out + head * out_stride + value);
         add_up(
             shares, times,
             [&](int from) {
-                float2 two = load_cluster_2(shared_of_block(statistics, from));
+                float2 two = load_cluster_2(shared_of_block(known, from));
                 return Share{two.x, two.y};
             },
             [&](int from) { return load_cluster_4(shared_of_block(values, from)); }, sink ? sink + head : nullptr, out,
@@ -184,11 +184,11 @@ DEVICE void combine(const Partial* partials, const Share* statistics, int shares
     }
 }
 
-#define COMBINE(MOST)                                                                                                     \
-    extern "C" __global__ void __launch_bounds__(32 * COMBINING) combine_##MOST(                                          \
+#define COMBINE(MOST)                                                                                                          \
+    extern "C" __global__ void __launch_bounds__(32 * COMBINING) combine_##MOST(                                               \
         const Partial* __restrict__ partials, const Share* __restrict__ statistics, int shares, int rows, int heads,           \
-        const float* __restrict__ sink, u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride,                    \
-        float* __restrict__ lse, float* __restrict__ max_logits) {                                                        \
+        const float* __restrict__ sink, u8* __restrict__ out, i64 out_row_stride, i64 out_head_stride,                         \
+        float* __restrict__ lse, float* __restrict__ max_logits) {                                                             \
         combine<MOST>(partials, statistics, shares, rows, heads, sink, out, out_row_stride, out_head_stride, lse, max_logits); \
     }
 COMBINE(2)
