@@ -138,8 +138,8 @@ DEVICE void read_query(u32 (&query)[STEPS][QUERY_TILES][2], const u16* q, i64 he
     }
 }
 #else
-// The query passes through shared memory, ROWS heads at a time, where rows will be: reading it as lanes need it takes longer
-// than to attend 32 keys. Row r gets head `head_of(r)`, or zeros if there is none. All warps start copies, of 16 bytes.
+// The query passes through shared memory, ROWS heads at a time, where rows will be: lanes need four bytes here and there of
+// it, which would take many reads from memory. Row r gets head `head_of(r)`, or zeros if there is none. All warps start copies, of 16 bytes.
 template <int ROWS, typename HeadOf>
 DEVICE void stage_query(u8* rows, const u16* q, i64 head_stride, int heads, int warp, int lane, HeadOf head_of) {
     static_assert(ROWS % WARPS == 0, "warps take whole rows");
