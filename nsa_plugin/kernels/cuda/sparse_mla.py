@@ -34,6 +34,7 @@ from nsa_plugin.kernels.triton.device import DeviceFacts
 from nsa_plugin.layouts import V4_FP8, V32_FP8
 
 SOURCE = "sparse_mla.cu"
+RAW = 768  # bytes of shared memory of a record that is to be converted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,8 @@ class Variant(FewHeadsVariant):
         members = self.keys * (self.group > 1)
         kept = self.value_parts * (self.steps - self.held) + 4 * (layout == V32_FP8.name and not self.converts)
         parts = (
-            self.converts * self.keys * (ROW_STRIDE + 4 * 4 + 2 * 8),  # rows, scales and what P is multiplied by
+            # rows, scales, what P is multiplied by, and what records take more than their bytes
+            self.converts * self.keys * (ROW_STRIDE + 4 * 4 + 2 * 8 + RAW - 656 + 1),
             self.stages * self.keys * row,  # records
             self.sums * columns * (self.keys + 4) * 4,  # S
             p_copies * columns * (self.keys + 8) * 2,  # P

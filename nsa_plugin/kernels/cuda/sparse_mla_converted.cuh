@@ -5,6 +5,12 @@
 // Lane l of warp w makes values 64 w to 64 w + 63 of key l, which that warp alone reads for O; before S all warps meet. What
 // has a scale is multiplied by it later: S as float32, and for O the weights P as bfloat16. FlashMLA rounds the values to
 // bfloat16 instead. Records of the next step are copied while this one multiplies, as theirs are free from then on.
+//
+// Half of the warps has half of the heads each, in S and P. The halves meet apart between these, and copy at different times,
+// so that one multiplies while the other copies or exponentiates.
+//
+// Records lie in lines of 128 bytes as they do in memory, which copies then write at once. In its line, piece j of 16 bytes of
+// record i lies at (i + j) % 8, so that lanes read the same piece of neighbouring records from all banks.
 #pragma once
 
 #include "sparse_mla_rows_steps.cuh"
@@ -12,15 +18,19 @@
 static_assert(!HOPPER && WARPS == 8 && TEAMS == 1 && !PRODUCERS && GROUP == 1 && LAYOUT == 0 && !HAS_EXTRA && KEYS == 32 &&
               STAGES == 1 && COLUMNS == 1 && SWAPS && HEADS == 2 * KEYS, "what this file is for");
 
+// The number of the named barrier of the first half of the warps; that of the second follows.
+constexpr int HALVES = 1 + SUMS * KEY_PARTS * HEAD_PARTS;
+
 // A warp's values of all keys of a step, and what belongs to a key.
 DEVICE void convert(Shared& shared, int warp, int lane) {
-    const u8* record = shared.raw + lane * RECORD;
+    u32 begins = shared.begins[lane];
+    auto piece = [&](u32 j) { return shared.raw + lane * RAW + (begins + j) / 8 * 128 + (lane + j) % 8 * 16; };
     u8* row = shared.records[0] + lane * ROW;
     uint4 codes[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) codes[i] = *(const uint4*)(record + warp * 64 + 16 * i);
-    *(uint4*)(row + ROW_ROPE + 16 * warp) = *(const uint4*)(record + RECORD_ROPE + 16 * warp);
-    float scale = *(const float*)(record + RECORD_SCALES + warp / 2 * 4);
+    for (int i = 0; i < 4; ++i) codes[i] = *(const uint4*)piece(warp * 4 + i);
+    *(uint4*)(row + ROW_ROPE + 16 * warp) = *(const uint4*)piece(RECORD_ROPE / 16 + warp);
+    float scale = *(const float*)(piece(RECORD_SCALES / 16) + warp / 2 * 4);
     if (warp % 2 == 0) shared.scales[lane][warp / 2] = scale;
     shared.weights[warp][place_of(lane)] = (u16)pack_bf16(scale * WEIGHTS_UNIT, 0.f);
     if (warp == 0) shared.valid[0][place_of(lane)] = scale != NOT_COUNTED;
@@ -54,15 +64,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     int warp = __reduce_max_sync(~0u, threadIdx.x >> 5), lane = __shfl_sync(~0u, threadIdx.x, threadIdx.x) & 31;
     // What follows from them is made anew where it is needed: registers do not suffice to keep it.
     auto forget = [&] { asm volatile("" : "+r"(lane), "+r"(warp)); };
+    auto is_second = [&] { return warp >= WARPS / 2; };  // half of the warps, and of the heads
     Team& own = shared.teams[0];
-    int row = blockIdx.x, first_head = HEADS * blockIdx.y;
+    int row = blockIdx.x;
+    u32 first_head = HEADS * blockIdx.y;  // signed, the loop below would take longer
     RowShare entries(scope, row);
     int begin = entries.begin, end = entries.end;
 
     init_barriers(shared, 32 * COPIERS);
     if (threadIdx.x == 0) barrier_init(shared_address(&shared.query), THREADS);
     // The rows have room for half of the heads at a time: 16 of those of either part of the warps.
-    int own_heads = min(HEADS, heads - first_head);
+    int own_heads = min(HEADS, heads - (int)first_head);
     auto stage = [&](int half) {
         const u16* own_query = q + row * q_row_stride + first_head * q_head_stride;
         stage_query<KEYS>(shared.records[0], own_query, q_head_stride, own_heads, warp, lane,
@@ -71,21 +83,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     auto slot_of = [&](int block, int i) -> int { return entries.slot_of(block, i); };
     auto counts = [&](int slot) -> bool { return (u32)slot < (u32)scope.num_slots; };
     auto copied_record = [&] { return known_record(warp, lane, 0); };
-    // Pieces of 128 bytes of a warp's four records, of six, where the last are 16. All at once would hold a warp up until the
-    // SM has taken them.
-    constexpr int PIECES = 6;
+    // Lines of a warp's four records, but for line `to`. All at once would hold a warp up until the SM has taken them.
+    constexpr int LINES = RAW / 128;
     auto copy = [&](int slot, int from, int to) {
-        int i = copied_record(), offset = lane % 8 * 16;
+        int i = copied_record();
         const u8* record = !counts(slot) ? shared.nothing[i]
                            : FLAT        ? scope.data + (i64)slot * RECORD
                                          : find_record(scope, slot, RECORD);
-        u32 at = shared_address(shared.raw + i * RECORD) + offset;
+        int begins = (u32)(u64)record % 128 / 16, offset = (lane % 8 - begins) * 16;
+        if (from == 0 && lane % 8 == 0) shared.begins[i] = begins;
+        u32 at = shared_address(shared.raw + i * RAW) + (lane - begins + i & 7) * 16;
         record += offset;
 #pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece)
-            if (piece >= from && piece < to && (piece < PIECES - 1 || offset == 0))
-                copy_16_bytes(at + piece * 128, record + piece * 128);
-        if (to == PIECES) arrive_with_copies(shared_address(&shared.full[0]));
+        for (int line = 0; line < LINES; ++line)
+            if (line >= from && line < to && (line > 0 || offset >= 0) &&
+                (line < LINES - 1 || offset < RECORD - 128 * (LINES - 1)))
+                copy_16_bytes(at + line * 128, record + line * 128);
+        if (to == LINES) arrive_with_copies(shared_address(&shared.full[0]));
     };
     int slot = slot_of(begin, copied_record()), next = slot_of(begin + 1, copied_record());
     int final = begin < end ? slot_of(end - 1, threadIdx.x % KEYS) : -1;
@@ -96,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
                              [&](int block, int entry) { return counts(slot_of(block, entry)); });
     u32 arrival = shared_address(&shared.query);
     arrive_with_copies(arrival);
-    if (begin < end) copy(slot, 0, PIECES);
+    if (begin < end) copy(slot, 0, LINES);
     u32 query[STEPS][QUERY_TILES][2];
     const u8* staged = shared.records[0] + Part(warp).heads * (16 * ROW);
     barrier_wait(arrival, 0);
@@ -118,20 +132,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         meet();  // rows are there, and nobody reads the records any more
         forget();
         bool refills = block + 1 < end;
-        if (refills) copy(next, 0, PIECES / 2);
+        if (refills && is_second()) copy(next, 0, LINES / 2);
         forget();
         multiply_queries(shared, own, 0, query, Part(warp), 0, lane);
-        if (refills) copy(next, PIECES / 2, PIECES), next = slot_of(block + 2, copied_record());
-        meet();  // S is there, and nobody reads P any more
+        if (refills && is_second()) copy(next, LINES / 2, LINES), next = slot_of(block + 2, copied_record());
+        named_sync(HALVES + warp / (WARPS / 2), THREADS / 2);  // S of the half's heads is there, and nobody reads P any more
         forget();
         bool changed = exponentiate(shared, own, 0, state, scale_log2 * LOGITS_FACTOR, warp, lane);
+        forget();
+        if (refills && !is_second()) copy(next, 0, LINES), next = slot_of(block + 2, copied_record());
         changed = meet_or(changed);  // P is there, and nobody reads S any more
         forget();
         multiply_values(shared, own, 0, o, changed, warp, lane);
     }
 
     meet();
-    Own place = {row, 1, first_head, min(HEADS, heads - first_head), (int)blockIdx.z, gridDim.z == 1, false};
+    Own place = {row, 1, (int)first_head, min(HEADS, heads - (int)first_head), (int)blockIdx.z, gridDim.z == 1, false};
     Results results = {out, out_row_stride, out_head_stride, lse, max_logits, partials, statistics, (int)gridDim.x, heads};
     finish_heads(own.alpha, nullptr, state, place, results, sink, warp, lane);
     meet();

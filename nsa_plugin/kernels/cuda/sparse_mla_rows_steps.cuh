@@ -14,7 +14,14 @@
 
 constexpr int STEPS = 36 / VALUE_PARTS;        // of 16 values, of a part
 constexpr int COPIED = 1152;                   // bytes of a row
-constexpr int ROW = 1168;                      // bytes between rows in shared memory: 16 modulo 128
+// Whether the eight pieces of 16 bytes of each of a row's lines of 128 bytes change places, by the row's number. Lines stay
+// lines, which copies without bulk write at once, and the same pieces of eight rows fall into all banks. Other rows lie 16
+// bytes apart modulo 128 instead.
+constexpr bool SWIZZLED = !HOPPER && !RECORDS;
+constexpr int ROW = SWIZZLED ? COPIED : COPIED + 16;  // bytes between rows in shared memory
+constexpr int LINE_STEPS = 4 / VALUE_PARTS;           // steps of a part in a line of a swizzled row
+constexpr bool P_SWIZZLED = !HOPPER && KEYS == 32;    // the same for a head of P, whose four pieces are half a line
+constexpr int P_ROW = P_SWIZZLED ? KEYS : P_STRIDE;   // halves between heads of P
 constexpr int UNIT = IN_TURN ? 16 : KEYS;      // rows of a stage
 constexpr int UNITS = KEYS / UNIT;             // stages of a block of keys
 constexpr bool WRITES = IN_TURN || TEAMS > 1;  // whether a copying warp arrives for what it writes itself, too
@@ -26,7 +33,7 @@ constexpr int CHAINS = QUERY_TILES * KEY_TILES == 1 ? 3 : 1;  // sums that a til
 // Of one team.
 struct Team {
     alignas(16) float s[SUMS][HEADS * S_STRIDE];
-    alignas(16) u16 p[HEADS * P_STRIDE];
+    alignas(16) u16 p[HEADS * P_ROW];
     alignas(16) float alpha[HEADS];       // of the output so far, by this step's keys
 };
 
@@ -46,7 +53,8 @@ struct Shared {
 #endif
     alignas(8) u8 valid[STAGES][UNIT];    // see `place_of`
 #if RECORDS
-    alignas(16) u8 raw[KEYS * RECORD];     // the next step's records
+    alignas(128) u8 raw[KEYS * RAW];       // the next step's records: see sparse_mla_converted.cuh
+    u8 begins[KEYS];                       // pieces of 16 bytes before a record, in the first of its lines
     alignas(16) float scales[KEYS][4];     // of a record, by row
     alignas(16) u16 weights[WARPS][KEYS];  // what a warp multiplies P by, as bfloat16, by position
 #endif
@@ -54,6 +62,12 @@ struct Shared {
 // The output, of a row or of a cluster's share, lies where its rows were, and what is known of it where S was, in
 // sparse_mla_rows.cu.
 static_assert(IN_TURN || TEAMS > 1 || RECORDS || HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::records), "an output does not fit");
+
+// Byte of a row where its piece lies; and the index in `Team::p` of a head's position.
+DEVICE int piece_at(int row, int piece) { return (SWIZZLED ? piece ^ row & 7 : piece) * 16; }
+DEVICE int p_at(int head, int position) {
+    return head * P_ROW + (P_SWIZZLED ? (position / 8 ^ head / 2 & 3) * 8 + position % 8 : position);
+}
 
 // Where the row of a slot lies.
 DEVICE const u8* find_row(const Scope& scope, int slot) {
@@ -79,9 +93,8 @@ static_assert(KNOWN >= UNITS, "a warp copies to every stage");
 // a copy, which would wait for it.
 DEVICE void copy_in_pieces(Shared& shared, int stage, int record, int lane, const u8* row) {
     constexpr int BYTES = 16 * KNOWERS, REST = COPIED % BYTES / 16;
-    int offset = lane % KNOWERS * 16;
-    u32 to = shared_address(&shared.records[stage][record % UNIT * ROW]) + offset;
-    row += offset;
+    u32 to = shared_address(&shared.records[stage][record % UNIT * ROW]) + piece_at(record, lane % KNOWERS);
+    row += lane % KNOWERS * 16;
 #pragma unroll
     for (int at = 0; at + BYTES <= COPIED; at += BYTES) copy_16_bytes(to + at, row + at);
     if (lane % KNOWERS < REST) copy_16_bytes(to + COPIED - REST * 16, row + COPIED - REST * 16);
@@ -112,13 +125,22 @@ struct Part : WarpPart {
     using WarpPart::WarpPart;
     // The number of the named barrier of the two warps that share a sum.
     DEVICE int barrier(int team) const { return 1 + pair() + SUMS * KEY_PARTS * HEAD_PARTS * team; }
-    // Where a step's values begin in a row.
-    DEVICE int bytes(int step) const {
+    // The steps of a row are four in a line. Of a swizzled row a part has LINE_STEPS of each, next to each other: so where
+    // the others lie follows from the first. Of other rows it has all steps of some lines, but for RoPE's.
+    DEVICE int step_of_row(int step) const {
+        if (SWIZZLED) return step / LINE_STEPS * 4 + values * LINE_STEPS + step % LINE_STEPS;
 #if RECORDS
-        return step < CODE_STEPS ? (values * CODE_STEPS + step) * 32 : ROW_ROPE + values * 32;
-#else
-        return (values * STEPS + step) * 32;
+        if (step == CODE_STEPS) return ROW_ROPE / 32 + values;
+        return values * CODE_STEPS + step;
 #endif
+        return values * STEPS + step;
+    }
+    // Addresses of a lane's piece of the first step of a row, and of another step. A step has two pieces.
+    DEVICE u32 first_step(u32 rows, int row, int piece) const {
+        return rows + row * ROW + piece_at(row, (SWIZZLED ? 2 * step_of_row(0) : 0) + piece);
+    }
+    DEVICE u32 step_at(u32 first, int step) const {
+        return SWIZZLED ? (first ^ step % LINE_STEPS * 32) + step / LINE_STEPS * 128 : first + step_of_row(step) * 32;
     }
 };
 
@@ -134,7 +156,7 @@ DEVICE void read_query(u32 (&query)[STEPS][QUERY_TILES][2], const u16* q, i64 he
         for (int s = 0; s < STEPS; ++s)
 #pragma unroll
             for (int j = 0; j < 2; ++j)
-                query[s][n][j] = head < heads ? __ldg((const u32*)(start + (part.values * STEPS + s) * 16 + 8 * j + 2 * t)) : 0;
+                query[s][n][j] = head < heads ? __ldg((const u32*)(start + part.step_of_row(s) * 16 + 8 * j + 2 * t)) : 0;
     }
 }
 #else
@@ -146,7 +168,7 @@ DEVICE void stage_query(u8* rows, const u16* q, i64 head_stride, int heads, int 
 #pragma unroll 1  // what is run once is best short
     for (int row = warp; row < ROWS; row += WARPS) {
         int head = head_of(row);
-        u32 to = shared_address(rows + row * ROW) + lane * 16;
+        u32 to = shared_address(rows + row * ROW) + piece_at(row, lane);
         const u8* from = (const u8*)(q + head * head_stride) + lane * 16;
 #pragma unroll
         for (int at = 0; at < COPIED; at += 512)
@@ -159,13 +181,13 @@ DEVICE void stage_query(u8* rows, const u16* q, i64 head_stride, int heads, int 
 template <int FIRST, int COUNT>
 DEVICE void load_query(u32 (&query)[STEPS][QUERY_TILES][2], const u8* rows, Part part, int lane) {
     int matrix = lane >> 3;
-    u32 address = shared_address(rows) + ((matrix >> 1) * 8 + (lane & 7)) * ROW + (matrix & 1) * 16;
+    u32 address = part.first_step(shared_address(rows), (matrix >> 1) * 8 + (lane & 7), matrix & 1);
 #pragma unroll
     for (int s = 0; s < STEPS; ++s)
 #pragma unroll
         for (int n = FIRST; n < FIRST + COUNT; n += 2) {
             u32 r[4];
-            ldmatrix(r, address + (n - FIRST) * 8 * ROW + part.bytes(s));
+            ldmatrix(r, part.step_at(address, s) + (n - FIRST) * 8 * ROW);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 u32& two = query[s][n + i / 2][i % 2] = r[i];
@@ -192,15 +214,18 @@ DEVICE void multiply_in_turn(const Shared& shared, Team& own, u32 address, const
                              int barrier, int lane) {
     int g = lane >> 2, t = lane & 3, own_tile = part.values / SUMS;
     float* s = own.s[part.values % SUMS] + (part.tile(0) * 8 + 2 * t) * S_STRIDE + part.keys * 32 + 2 * g;
+    u32 tiles[2] = {address + (own_tile ^ 1) * (16 * ROW), address + own_tile * (16 * ROW)};
+    // Loads go on from one tile to the next.
+    u32 a[2][4];
+    ldmatrix(a[0], part.step_at(tiles[0], 0));
 #pragma unroll
     for (int turn = 0; turn < 2; ++turn) {
         int m = turn ? own_tile : own_tile ^ 1;
         float sum[QUERY_TILES][4] = {};
-        u32 a[2][4], tile = address + m * (16 * ROW);
-        ldmatrix(a[0], tile + part.bytes(0));
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
-            if (i + 1 < STEPS) ldmatrix(a[(i + 1) % 2], tile + part.bytes(i + 1));
+            int at = turn * STEPS + i, next = at + 1;
+            if (next < 2 * STEPS) ldmatrix(a[next % 2], part.step_at(tiles[next / STEPS], next % STEPS));
 #if RECORDS
             if (i == CODE_STEPS) {
                 const float* scales = shared.scales[0] + part.values + m * 64;
@@ -211,8 +236,11 @@ DEVICE void multiply_in_turn(const Shared& shared, Team& own, u32 address, const
             }
 #endif
 #pragma unroll
-            for (int n = 0; n < QUERY_TILES; ++n) mma_bf16(sum[n], a[i % 2], query[i][n][0], query[i][n][1]);
+            for (int n = 0; n < QUERY_TILES; ++n) mma_bf16(sum[n], a[at % 2], query[i][n][0], query[i][n][1]);
         }
+        // Never so. A branch keeps the compiler from taking registers for what follows before the products are done; it
+        // would load rows only when a product waits for them. With RECORDS it does not, and is slower with the branch.
+        if (!RECORDS && turn && gridDim.y == 0) return;
         if (turn) named_sync(barrier, 64);
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; ++n) {
@@ -231,20 +259,19 @@ DEVICE void multiply_queries(const Shared& shared, Team& own, int stage, const u
     int g = lane >> 2, t = lane & 3, matrix = lane >> 3;
     // Lanes 16 T + g and 16 T + 8 + g of a fragment are positions 2 l and 2 l + 1: see row_of.
     static_assert(KEY_TILES == 1 || UNIT == KEYS, "a warp's tiles follow each other");
-    u32 address = tile_address(shared, stage, part.keys * KEY_TILES) + row_of(lane & 7, matrix & 1) * ROW + (matrix >> 1) * 16;
+    u32 address = part.first_step(tile_address(shared, stage, part.keys * KEY_TILES), row_of(lane & 7, matrix & 1), matrix >> 1);
     if constexpr (SWAPS) {
         multiply_in_turn(shared, own, address, query, part, part.barrier(team), lane);
         return;
     }
-    address += part.values * (32 * STEPS);
     float sum[CHAINS][KEY_TILES][QUERY_TILES][4] = {};
     // Two are loaded before the products of the first, which wait for it alone.
     u32 a[2][4];
-    ldmatrix(a[0], address);
+    ldmatrix(a[0], part.step_at(address, 0));
 #pragma unroll
     for (int i = 0; i < STEPS * KEY_TILES; ++i) {
         int s = i / KEY_TILES, m = i % KEY_TILES, next = i + 1;
-        if (next < STEPS * KEY_TILES) ldmatrix(a[next % 2], address + next % KEY_TILES * 16 * ROW + next / KEY_TILES * 32);
+        if (next < STEPS * KEY_TILES) ldmatrix(a[next % 2], part.step_at(address, next / KEY_TILES) + next % KEY_TILES * 16 * ROW);
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; ++n) mma_bf16(sum[s % CHAINS][m][n], a[i % 2], query[s][n][0], query[s][n][1]);
     }
@@ -322,7 +349,7 @@ DEVICE bool exponentiate(const Shared& shared, Team& own, int stage, Softmax<COL
 #pragma unroll
         for (int i = 0; i < LANE_KEYS; ++i) state.sum[j] += p[i] = exp2_approx(logits[j][i] - state.anchor[j]);
         if (l == 0) own.alpha[column] = alpha[j];
-        u16* to = own.p + column * P_STRIDE + LANE_KEYS * l;
+        u16* to = own.p + p_at(column, LANE_KEYS * l);
         if constexpr (LANE_KEYS == 1) *to = (u16)pack_bf16(p[0], 0.f);
         else if constexpr (LANE_KEYS > 2)
 #pragma unroll
@@ -348,11 +375,10 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
         }
     }
     // Of one tile of heads a load brings two steps of 16 keys, of more two tiles. Of one tile and step, half of it is unused.
-    u32 p_address = shared_address(own.p) + j * P_STRIDE * 2 + (matrix & 1) * 16 +
-                    (matrix >> 1) * (NT > 1 ? 8 * P_STRIDE * 2 : 32);
+    u32 p_address = shared_address(own.p + p_at(j, 8 * (NT > 1 ? matrix & 1 : matrix))) + (NT > 1 ? (matrix >> 1) * 16 * P_ROW : 0);
     // Position 16 k + 8 (matrix >> 1) + j lies k tiles of 16 rows on.
     int row = row_of((matrix >> 1) * 4 + (j >> 1), j & 1);
-    u32 v_offset = row * ROW + member * (32 * VALUE_TILES) + (matrix & 1) * 16;
+    u32 v_offset = row * ROW + member * (32 * VALUE_TILES) + piece_at(row, matrix & 1);
     u32 b[KEYS / 16][NT][2];
 #pragma unroll
     for (int k = 0; k < KEYS / 16; ++k) {
@@ -360,7 +386,7 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
 #pragma unroll
             for (int n = 0; n < NT; n += 2) {
                 u32 r[4];
-                ldmatrix(r, p_address + k * 32 + n * 8 * P_STRIDE * 2);
+                ldmatrix(r, (P_SWIZZLED ? p_address ^ k * 32 : p_address + k * 32) + n * 16 * P_ROW);
                 b[k][n][0] = r[0], b[k][n][1] = r[1];
                 if constexpr (NT > 1) b[k][n + 1][0] = r[2], b[k][n + 1][1] = r[3];
                 else if constexpr (KEYS > 16) b[k + 1][n][0] = r[2], b[k + 1][n][1] = r[3];
@@ -379,7 +405,7 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
         for (int m = 0; m < VALUE_TILES; ++m) {
             // Matrices: keys 0 to 7 of values 0 to 7, of values 8 to 15, then keys 8 to 15.
             u32 a[4];
-            ldmatrix_transposed(a, v_address + m * 32);
+            ldmatrix_transposed(a, SWIZZLED ? (v_address ^ m % 4 * 32) + m / 4 * 128 : v_address + m * 32);
 #pragma unroll
             for (int n = 0; n < NT; ++n) mma_bf16(o[m][n], a, b[k][n][0], b[k][n][1]);
         }
