@@ -141,9 +141,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         bool changed = exponentiate(shared, own, 0, state, scale_log2 * LOGITS_FACTOR, warp, lane);
         forget();
         if (refills && !is_second()) copy(next, 0, LINES), next = slot_of(block + 2, copied_record());
+        u32 ahead[AHEAD][4];
+        load_ahead(ahead, shared, 0, warp, lane);
         changed = meet_or(changed);  // P is there, and nobody reads S any more
         forget();
-        multiply_values(shared, own, 0, o, changed, warp, lane);
+        multiply_values<true>(shared, own, 0, o, changed, ahead, warp, lane);
     }
 
     meet();

@@ -123,8 +123,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
             next = slot_of(block + STAGES, i);
         }
         bool changed = exponentiate(shared, own, stage, state, scale_log2, warp, lane);
+        u32 ahead[AHEAD][4];
+        if (!HOPPER) load_ahead(ahead, shared, stage, warp, lane);
         changed = meet_or(changed);  // P is there, and nobody reads S any more
-        multiply_values(shared, own, stage, o, changed, warp, lane);
+        multiply_values<!HOPPER>(shared, own, stage, o, changed, ahead, warp, lane);
         if (PRODUCERS) {
             __syncwarp();
             if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));

@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
             next = slot_of(block + 2, copied_row());
         }
         forget();
-        multiply_values(shared, own(), stage, o, changed, member(), lane);
+        multiply_values<false>(shared, own(), stage, o, changed, {}, member(), lane);
         forget();
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&shared.empty[stage]));

@@ -50,8 +50,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend_rows(
             multiply_queries(shared, team, stage, query, part, 0, lane);
             meet();  // S is there, and nobody reads P any more
             bool changed = exponentiate(shared, team, stage, state, scale_log2, warp, lane);
+            u32 ahead[AHEAD][4];
+            load_ahead(ahead, shared, stage, warp, lane);
             changed = meet_or(changed);  // P is there, and nobody reads S any more
-            multiply_values(shared, team, stage, o, changed, warp, lane);
+            multiply_values<true>(shared, team, stage, o, changed, ahead, warp, lane);
             __syncwarp();
             if (lane < UNITS) barrier_arrive(shared_address(&shared.empty[stage_of(stage, lane)]));
         }

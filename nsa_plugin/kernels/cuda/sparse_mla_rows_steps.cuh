@@ -33,7 +33,7 @@ constexpr int CHAINS = QUERY_TILES * KEY_TILES == 1 ? 3 : 1;  // sums that a til
 // Of one team.
 struct Team {
     alignas(16) float s[SUMS][HEADS * S_STRIDE];
-    alignas(16) u16 p[HEADS * P_ROW];
+    alignas(P_SWIZZLED ? 128 : 16) u16 p[HEADS * P_ROW];
     alignas(16) float alpha[HEADS];       // of the output so far, by this step's keys
 };
 
@@ -63,11 +63,13 @@ struct Shared {
 // sparse_mla_rows.cu.
 static_assert(IN_TURN || TEAMS > 1 || RECORDS || HEADS * O_STRIDE * sizeof(float) <= sizeof(Shared::records), "an output does not fit");
 
-// Byte of a row where its piece lies; and the index in `Team::p` of a head's position.
+// Byte of a row where its piece lies; and of a head of P, where its position does.
 DEVICE int piece_at(int row, int piece) { return (SWIZZLED ? piece ^ row & 7 : piece) * 16; }
 DEVICE int p_at(int head, int position) {
-    return head * P_ROW + (P_SWIZZLED ? (position / 8 ^ head / 2 & 3) * 8 + position % 8 : position);
+    return (P_SWIZZLED ? (position / 8 ^ head / 2 & 3) * 8 + position % 8 : position) * 2;
 }
+// The address so many steps of 16 positions on.
+DEVICE u32 p_step(u32 first, int steps) { return P_SWIZZLED ? first ^ steps * 32 : first + steps * 32; }
 
 // Where the row of a slot lies.
 DEVICE const u8* find_row(const Scope& scope, int slot) {
@@ -137,10 +139,12 @@ struct Part : WarpPart {
     }
     // Addresses of a lane's piece of the first step of a row, and of another step. A step has two pieces.
     DEVICE u32 first_step(u32 rows, int row, int piece) const {
-        return rows + row * ROW + piece_at(row, (SWIZZLED ? 2 * step_of_row(0) : 0) + piece);
+        if (SWIZZLED) return rows + row * ROW + piece_at(row, 2 * step_of_row(0) + piece);
+        return rows + row * ROW + piece * 16 + (RECORDS ? 0 : values * (32 * STEPS));
     }
     DEVICE u32 step_at(u32 first, int step) const {
-        return SWIZZLED ? (first ^ step % LINE_STEPS * 32) + step / LINE_STEPS * 128 : first + step_of_row(step) * 32;
+        if (SWIZZLED) return (first ^ step % LINE_STEPS * 32) + step / LINE_STEPS * 128;
+        return first + (RECORDS ? step_of_row(step) : step) * 32;
     }
 };
 
@@ -237,11 +241,11 @@ DEVICE void multiply_in_turn(const Shared& shared, Team& own, u32 address, const
 #endif
 #pragma unroll
             for (int n = 0; n < QUERY_TILES; ++n) mma_bf16(sum[n], a[at % 2], query[i][n][0], query[i][n][1]);
+            if (turn && i == STEPS * 2 / 3) named_sync(barrier, 64);  // what the other warp has left is there
         }
         // Never so. A branch keeps the compiler from taking registers for what follows before the products are done; it
         // would load rows only when a product waits for them. With RECORDS it does not, and is slower with the branch.
         if (!RECORDS && turn && gridDim.y == 0) return;
-        if (turn) named_sync(barrier, 64);
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; ++n) {
             float* to = s + n * 8 * S_STRIDE + m * 16;
@@ -349,7 +353,7 @@ DEVICE bool exponentiate(const Shared& shared, Team& own, int stage, Softmax<COL
 #pragma unroll
         for (int i = 0; i < LANE_KEYS; ++i) state.sum[j] += p[i] = exp2_approx(logits[j][i] - state.anchor[j]);
         if (l == 0) own.alpha[column] = alpha[j];
-        u16* to = own.p + p_at(column, LANE_KEYS * l);
+        u16* to = own.p + column * P_ROW + p_at(column, LANE_KEYS * l) / 2;
         if constexpr (LANE_KEYS == 1) *to = (u16)pack_bf16(p[0], 0.f);
         else if constexpr (LANE_KEYS > 2)
 #pragma unroll
@@ -360,9 +364,26 @@ DEVICE bool exponentiate(const Shared& shared, Team& own, int stage, Softmax<COL
     return changed;
 }
 
-// O of a warp's values of every row.
+// Where a lane's piece of the first of a warp's tiles of 16 values lies in 16 rows; and the address of another tile's.
+DEVICE u32 values_offset(int member, int matrix, int j) {
+    // Position 16 k + 8 (matrix >> 1) + j lies k tiles of 16 rows on.
+    int row = row_of((matrix >> 1) * 4 + (j >> 1), j & 1);
+    return row * ROW + member * (32 * VALUE_TILES) + piece_at(row, matrix & 1);
+}
+DEVICE u32 values_at(u32 first, int tile) { return SWIZZLED ? (first ^ tile % 4 * 32) + tile / 4 * 128 : first + tile * 32; }
+
+// The first tiles of a warp's values, which it can load before P is there.
+constexpr int AHEAD = 2;
+DEVICE void load_ahead(u32 (&a)[AHEAD][4], const Shared& shared, int stage, int member, int lane) {
+    u32 address = tile_address(shared, stage, 0) + values_offset(member, lane >> 3, lane & 7);
+#pragma unroll
+    for (int m = 0; m < AHEAD; ++m) ldmatrix_transposed(a[m], values_at(address, m));
+}
+
+// O of a warp's values of every row. `ahead`: of `load_ahead`, if it HAS_AHEAD.
+template <bool HAS_AHEAD>
 DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, float (&o)[VALUE_TILES][NT][4], bool changed,
-                            int member, int lane) {
+                            const u32 (&ahead)[AHEAD][4], int member, int lane) {
     int t = lane & 3, matrix = lane >> 3, j = lane & 7;
     if (changed) {
 #pragma unroll
@@ -375,10 +396,9 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
         }
     }
     // Of one tile of heads a load brings two steps of 16 keys, of more two tiles. Of one tile and step, half of it is unused.
-    u32 p_address = shared_address(own.p + p_at(j, 8 * (NT > 1 ? matrix & 1 : matrix))) + (NT > 1 ? (matrix >> 1) * 16 * P_ROW : 0);
-    // Position 16 k + 8 (matrix >> 1) + j lies k tiles of 16 rows on.
-    int row = row_of((matrix >> 1) * 4 + (j >> 1), j & 1);
-    u32 v_offset = row * ROW + member * (32 * VALUE_TILES) + piece_at(row, matrix & 1);
+    u32 p_address = shared_address(own.p) + j * P_ROW * 2 + p_at(j, (matrix & 1) * 8);
+    p_address = NT > 1 ? p_address + (matrix >> 1) * (8 * P_ROW * 2) : p_step(p_address, matrix >> 1);
+    u32 v_offset = values_offset(member, matrix, j);
     u32 b[KEYS / 16][NT][2];
 #pragma unroll
     for (int k = 0; k < KEYS / 16; ++k) {
@@ -386,7 +406,7 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
 #pragma unroll
             for (int n = 0; n < NT; n += 2) {
                 u32 r[4];
-                ldmatrix(r, (P_SWIZZLED ? p_address ^ k * 32 : p_address + k * 32) + n * 16 * P_ROW);
+                ldmatrix(r, p_step(p_address, k) + n * 8 * P_ROW * 2);
                 b[k][n][0] = r[0], b[k][n][1] = r[1];
                 if constexpr (NT > 1) b[k][n + 1][0] = r[2], b[k][n + 1][1] = r[3];
                 else if constexpr (KEYS > 16) b[k + 1][n][0] = r[2], b[k + 1][n][1] = r[3];
@@ -405,7 +425,10 @@ DEVICE void multiply_values(const Shared& shared, const Team& own, int stage, fl
         for (int m = 0; m < VALUE_TILES; ++m) {
             // Matrices: keys 0 to 7 of values 0 to 7, of values 8 to 15, then keys 8 to 15.
             u32 a[4];
-            ldmatrix_transposed(a, SWIZZLED ? (v_address ^ m % 4 * 32) + m / 4 * 128 : v_address + m * 32);
+            if (HAS_AHEAD && k == 0 && m < AHEAD)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[i] = ahead[m][i];
+            else ldmatrix_transposed(a, values_at(v_address, m));
 #pragma unroll
             for (int n = 0; n < NT; ++n) mma_bf16(o[m][n], a, b[k][n][0], b[k][n][1]);
         }
