@@ -102,17 +102,21 @@ AT_ONCE = (
 
 @pytest.mark.parametrize("edits", [[], [AT_ONCE]], ids=["late copies", "copies at once"])
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("variant", sparse_mla.PORTABLE_VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", [*sparse_mla.PORTABLE_VARIANTS, *sparse_mla_rows.PORTABLE_VARIANTS[3:]], ids=str)
 def test_stages_that_are_filled_many_times(
-    variant: sparse_mla.Variant, splits: int, edits: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    variant: Any, splits: int, edits: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of rows whose last entries do not count. A copy neither comes before what it overwrites was read, nor after
     it is read itself."""
     monkeypatch.setattr(cuda_on_cpu, "edits", edits)
-    case = decode_case(layout="v32_fp8", batch=3, s_q=1, heads=9, slots=1024, topk=700, with_length=False, seed=3)
+    layout, module = (
+        ("bf16", sparse_mla_rows) if variant in sparse_mla_rows.PORTABLE_VARIANTS else ("v32_fp8", sparse_mla)
+    )
+    heads = 40 if getattr(variant, "converts", False) else 9  # each half of the block's warps has some
+    case = decode_case(layout=layout, batch=3, s_q=1, heads=heads, slots=1024, topk=700, with_length=False, seed=3)
     for row, end in enumerate((700, 450, 130)):
         case["indices"][row, :, end:] = -1
-    result = decode_op(partial(sparse_mla.attend, variant=variant))(**case, splits=splits)
+    result = decode_op(partial(module.attend, variant=variant))(**case, splits=splits)
     expected = reference_decode(**case, out_dtype=torch.float32)
     absolute, relative = DECODE_TOLERANCE
     torch.testing.assert_close(result.out.float(), expected.out, atol=absolute, rtol=relative)
@@ -478,6 +482,9 @@ TEAMS = partial(
 ROWS = partial(
     check_shares, partial(sparse_mla_rows.attend, variant=sparse_mla_rows.PORTABLE_VARIANTS[4]), "bf16", splits=7
 )
+TURNS = partial(
+    check_shares, partial(sparse_mla_rows.attend, variant=sparse_mla_rows.PORTABLE_VARIANTS[3]), "bf16", splits=7
+)
 
 
 def check_zeros() -> None:
@@ -505,13 +512,31 @@ def test_shares_of_zeros_with_large_scales() -> None:
         (("barrier_wait(arrival, 0);", ";"), CONVERTED),
         (("barrier_wait(shared_address(&shared.query), 0);", ";"), TEAMS),
         (("barrier_wait(shared_address(&shared.query), 0);", ";"), ROWS),
+        (("(lane - begins + i & 7)", "(lane & 7)"), CONVERTED),
+        (("named_sync(HALVES + warp / (WARPS / 2), THREADS / 2);", ";"), CONVERTED),
+        (("if (turn && i == STEPS * 2 / 3) named_sync(barrier, 64);", ";"), CONVERTED),
+        (("shared.begins[i] = begins;", "shared.begins[i] = 0;"), CONVERTED),
+        (("piece ^ row & 7", "piece ^ row & 3"), TEAMS),
+        (("head / 2 & 3", "head / 4 & 1"), TURNS),
+        (("first ^ step % LINE_STEPS * 32", "first + step % LINE_STEPS * 32"), TURNS),
+        (("first ^ tile % 4 * 32", "first + tile % 4 * 32"), TEAMS),
+        (("first ^ steps * 32", "first + steps * 32"), ROWS),
     ],
-    ids=["zeros", "small", "no scale", "nothing weighs", "no exchange", "second half", "first half", "teams", "rows"],
+    ids=[
+        *("zeros", "small", "no scale", "nothing weighs", "no exchange", "second half", "first half", "teams", "rows"),
+        *("pieces", "halves", "sums", "begins", "banks of rows", "banks of P", "steps", "values", "positions"),
+    ],
 )
 def test_a_fault_in_shares_is_noticed(edit: tuple[str, str], check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_on_cpu, "edits", [edit])
-    with pytest.raises(AssertionError, match=r"not close|wait for each other"):
+    with pytest.raises(AssertionError, match=r"not close|wait for each other|share banks"):
         check()
+
+
+def test_it_is_noticed_if_a_block_has_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_mla, "RAW", 656)
+    with pytest.raises(AssertionError, match="beyond its shared memory"):
+        CONVERTED()
 
 
 @pytest.mark.parametrize("columns", [1, 700, 5000])

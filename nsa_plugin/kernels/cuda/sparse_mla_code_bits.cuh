@@ -8,7 +8,7 @@
 #include "codes.cuh"
 
 constexpr int RECORD = 656;                                       // bytes
-constexpr int RAW = 768;                                          // of the six lines of 128 bytes that have one
+constexpr int RAW = 768;                                          // of the six lines of 128 bytes that a record lies in
 constexpr int RECORD_SCALES = 512, RECORD_ROPE = 528;             // in a record
 constexpr int ROW_ROPE = 1024;                                    // in a row that is made of one
 constexpr int CODE_STEPS = 8;                                     // of 16 values, of a part; what follows is RoPE's

@@ -4,9 +4,9 @@
 //
 // Lane l of warp w makes values 64 w to 64 w + 63 of key l, which that warp alone reads for O; before S all warps meet. What
 // has a scale is multiplied by it later: S as float32, and for O the weights P as bfloat16. FlashMLA rounds the values to
-// bfloat16 instead. Records of the next step are copied while this one multiplies, as theirs are free from then on.
+// bfloat16 instead. Records of the next step are copied during this one, as theirs are free from then on.
 //
-// Half of the warps has half of the heads each, in S and P. The halves meet apart between these, and copy at different times,
+// Each half of the warps has half of the heads, in S and P. The halves meet apart between these, and copy at different times,
 // so that one multiplies while the other copies or exponentiates.
 //
 // Records lie in lines of 128 bytes as they do in memory, which copies then write at once. In its line, piece j of 16 bytes of
@@ -20,6 +20,7 @@ static_assert(!HOPPER && WARPS == 8 && TEAMS == 1 && !PRODUCERS && GROUP == 1 &&
 
 // The number of the named barrier of the first half of the warps; that of the second follows.
 constexpr int HALVES = 1 + SUMS * KEY_PARTS * HEAD_PARTS;
+static_assert(HALVES + 1 < 16, "named barriers are few");
 
 // A warp's values of all keys of a step, and what belongs to a key.
 DEVICE void convert(Shared& shared, int warp, int lane) {
@@ -67,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     auto is_second = [&] { return warp >= WARPS / 2; };  // half of the warps, and of the heads
     Team& own = shared.teams[0];
     int row = blockIdx.x;
-    u32 first_head = HEADS * blockIdx.y;  // signed, the loop below would take longer
+    u32 first_head = HEADS * blockIdx.y;  // unsigned: with a signed one the loop below is slower
     RowShare entries(scope, row);
     int begin = entries.begin, end = entries.end;
 
@@ -83,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
     auto slot_of = [&](int block, int i) -> int { return entries.slot_of(block, i); };
     auto counts = [&](int slot) -> bool { return (u32)slot < (u32)scope.num_slots; };
     auto copied_record = [&] { return known_record(warp, lane, 0); };
-    // Lines of a warp's four records, but for line `to`. All at once would hold a warp up until the SM has taken them.
+    // Lines `from` to `to` - 1 of a warp's four records. Others see `begins` once the block has met, not with the copies.
     constexpr int LINES = RAW / 128;
     auto copy = [&](int slot, int from, int to) {
         int i = copied_record();
@@ -129,14 +130,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attend(
         forget();
         barrier_wait(shared_address(&shared.full[0]), block - begin & 1);
         convert(shared, warp, lane);
-        meet();  // rows are there, and nobody reads the records any more
+        meet();  // rows are there, and nobody reads the records or P any more
         forget();
         bool refills = block + 1 < end;
+        // All copies at once, before or behind the products, would hold the second half up until the SM has taken them.
         if (refills && is_second()) copy(next, 0, LINES / 2);
         forget();
         multiply_queries(shared, own, 0, query, Part(warp), 0, lane);
         if (refills && is_second()) copy(next, LINES / 2, LINES), next = slot_of(block + 2, copied_record());
-        named_sync(HALVES + warp / (WARPS / 2), THREADS / 2);  // S of the half's heads is there, and nobody reads P any more
+        named_sync(HALVES + warp / (WARPS / 2), THREADS / 2);  // S of the half's heads is there
         forget();
         bool changed = exponentiate(shared, own, 0, state, scale_log2 * LOGITS_FACTOR, warp, lane);
         forget();

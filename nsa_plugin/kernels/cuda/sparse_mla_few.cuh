@@ -121,7 +121,8 @@ struct RowShare {
 };
 
 // The warps of a team meet; and find out whether something holds for one of their threads.
-// The named barriers below these are those of `Part::barrier`, and `START` of sparse_mla_rows_in_teams.cuh.
+// The named barriers below these are those of `Part::barrier`, `START` of sparse_mla_rows_in_teams.cuh, and `HALVES` of
+// sparse_mla_converted.cuh.
 DEVICE void meet(int team = 0) {
     if constexpr (EMPTIES) named_sync(16 - 2 * TEAMS + team, 32 * MEMBERS);
     else __syncthreads();

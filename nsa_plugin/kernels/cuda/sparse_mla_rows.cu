@@ -3,7 +3,8 @@
 //
 // As sparse_mla.cu, whose comments hold here too: a block of 8 warps attends a query token, or several in turn, with a group
 // of up to 8 * NT heads, KEYS keys at a time, keys as rows of the matrix products (mma.m16n8k16) and heads as columns.
-// There is nothing to convert: rows are copied to shared memory as they are and read from there by the tensor cores' loads.
+// There is nothing to convert: rows are copied to shared memory as they are, but for the order of pieces where there are no
+// bulk copies, and read from there by the tensor cores' loads.
 //
 //   S = K Q^T     a warp has a quarter or half of the row's values, half of the keys, and all heads or half of them. The
 //                 parts of the values add up in shared memory.

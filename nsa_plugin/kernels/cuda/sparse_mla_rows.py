@@ -33,7 +33,7 @@ from nsa_plugin.layouts import BF16
 SOURCE = "sparse_mla_rows.cu"
 DIM = 576
 ROW_BYTES = BF16.row_bytes(DIM)
-ROW_STRIDE = ROW_BYTES + 16  # in shared memory, against bank conflicts
+ROW_STRIDE = ROW_BYTES + 16  # in shared memory, at most: swizzled rows have no gap
 UNIT = 16  # rows of a stage, where a block attends query rows in turn
 
 

@@ -14,9 +14,9 @@
 
 constexpr int STEPS = 36 / VALUE_PARTS;        // of 16 values, of a part
 constexpr int COPIED = 1152;                   // bytes of a row
-// Whether the eight pieces of 16 bytes of each of a row's lines of 128 bytes change places, by the row's number. Lines stay
-// lines, which copies without bulk write at once, and the same pieces of eight rows fall into all banks. Other rows lie 16
-// bytes apart modulo 128 instead.
+// Whether the eight pieces of 16 bytes of each of a row's lines of 128 bytes change places, by the row's number. A line of
+// memory stays one line in shared memory, which copies write at once, and the same piece of eight rows falls into all banks.
+// Other rows lie 16 bytes apart modulo 128 instead.
 constexpr bool SWIZZLED = !HOPPER && !RECORDS;
 constexpr int ROW = SWIZZLED ? COPIED : COPIED + 16;  // bytes between rows in shared memory
 constexpr int LINE_STEPS = 4 / VALUE_PARTS;           // steps of a part in a line of a swizzled row
@@ -26,6 +26,8 @@ constexpr int UNIT = IN_TURN ? 16 : KEYS;      // rows of a stage
 constexpr int UNITS = KEYS / UNIT;             // stages of a block of keys
 constexpr bool WRITES = IN_TURN || TEAMS > 1;  // whether a copying warp arrives for what it writes itself, too
 constexpr int ARRIVALS = HOPPER ? COPIERS : (32 + WRITES) * COPIERS;  // on a stage's barrier, by a filling
+static_assert(!SWIZZLED || LINE_STEPS * VALUE_PARTS == 4, "a part has steps of every line");
+static_assert(!P_SWIZZLED || LANE_KEYS <= 8, "a lane writes one piece of P");
 static_assert(SUMS == VALUE_PARTS || (SUMS * 2 == VALUE_PARTS && KEY_TILES == 2), "two parts share a sum, with a tile for each");
 constexpr bool SWAPS = SUMS < VALUE_PARTS;     // two warps add to one tile of their sum each
 constexpr int CHAINS = QUERY_TILES * KEY_TILES == 1 ? 3 : 1;  // sums that a tile of S is made in: none waits for another
@@ -127,8 +129,8 @@ struct Part : WarpPart {
     using WarpPart::WarpPart;
     // The number of the named barrier of the two warps that share a sum.
     DEVICE int barrier(int team) const { return 1 + pair() + SUMS * KEY_PARTS * HEAD_PARTS * team; }
-    // The steps of a row are four in a line. Of a swizzled row a part has LINE_STEPS of each, next to each other: so where
-    // the others lie follows from the first. Of other rows it has all steps of some lines, but for RoPE's.
+    // The steps of a row are four in a line. Of a swizzled row a part has LINE_STEPS of each line, next to each other: so
+    // where the others lie follows from the first. Of other rows it has neighbouring steps; with RECORDS RoPE's lies apart.
     DEVICE int step_of_row(int step) const {
         if (SWIZZLED) return step / LINE_STEPS * 4 + values * LINE_STEPS + step % LINE_STEPS;
 #if RECORDS
@@ -243,8 +245,8 @@ DEVICE void multiply_in_turn(const Shared& shared, Team& own, u32 address, const
             for (int n = 0; n < QUERY_TILES; ++n) mma_bf16(sum[n], a[at % 2], query[i][n][0], query[i][n][1]);
             if (turn && i == STEPS * 2 / 3) named_sync(barrier, 64);  // what the other warp has left is there
         }
-        // Never so. A branch keeps the compiler from taking registers for what follows before the products are done; it
-        // would load rows only when a product waits for them. With RECORDS it does not, and is slower with the branch.
+        // Never so. The branch keeps the compiler from taking registers for what follows before the products are done: it
+        // would load rows only when a product waits for them. With RECORDS it would not, and the branch makes it slower.
         if (!RECORDS && turn && gridDim.y == 0) return;
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; ++n) {

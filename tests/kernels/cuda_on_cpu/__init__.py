@@ -29,6 +29,14 @@ COMPILER = shutil.which("g++")
 DYNAMIC = re.compile(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];")
 """Shared memory whose size the launch gives."""
 
+OUTCOMES = (
+    "done",
+    "threads of a block wait for each other",
+    "a block writes beyond its shared memory",
+    "the rows of a matrix share banks",
+)
+"""What `launch` of threads.h returns."""
+
 edits: list[tuple[str, str]] = []
 """What is replaced in the source and its headers, by what: to see that a test notices."""
 
@@ -51,8 +59,8 @@ class KernelOnCpu:
     ) -> None:
         values = build.values_of(args)
         pointers = build.pointers_to(values)
-        if self._run(pointers, *map(ctypes.c_uint, (*grid, *block))):
-            raise AssertionError(f"{self.name}: threads of a block wait for each other")
+        outcome = self._run(pointers, *map(ctypes.c_uint, (*grid, *block, shared_bytes)))
+        assert not outcome, f"{self.name}: {OUTCOMES[outcome]}"
 
 
 def load_kernel(
@@ -81,8 +89,9 @@ def _library(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> ct
     text = _edited(SOURCES / source, made)
     texts["kernel.cpp"] = f"""#include "threads.h"
 {text}
-extern "C" int run_{name}(void** args, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz) {{
-    return launch({name}, args, {{gx, gy, gz}}, {{bx, by, bz}});
+extern "C" int run_{name}(void** args, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                          unsigned shared_bytes) {{
+    return launch({name}, args, {{gx, gy, gz}}, {{bx, by, bz}}, shared_bytes);
 }}
 """
     assert made == set(edits), "an edit has no place"

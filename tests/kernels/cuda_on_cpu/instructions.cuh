@@ -34,13 +34,23 @@ DEVICE u16 to_bf16(float x) {
 }
 
 // Lane l has the address of row l % 8 of matrix l / 8.
+template <typename Rows>
+DEVICE void look_for_conflicts(const Rows& rows) {
+    for (int m = 0; m < 4; ++m) {
+        int banks = 0;
+        for (int i = 0; i < 8; ++i) banks |= 1 << rows[8 * m + i][0] / 16 % 8, conflicts |= rows[8 * m + i][0] % 16 != 0;
+        conflicts |= banks != 255;
+    }
+}
 DEVICE void ldmatrix(u32 (&r)[4], u32 address) {
     auto rows = show(address);
+    look_for_conflicts(rows);
     int lane = own_lane();
     for (int m = 0; m < 4; ++m) std::memcpy(&r[m], shared_pointer(rows[8 * m + lane / 4][0]) + lane % 4 * 4, 4);
 }
 DEVICE void ldmatrix_transposed(u32 (&r)[4], u32 address) {
     auto rows = show(address);
+    look_for_conflicts(rows);
     int lane = own_lane();
     for (int m = 0; m < 4; ++m)
         for (int i = 0; i < 2; ++i)

@@ -216,14 +216,23 @@ template <typename A, typename B> constexpr std::common_type_t<A, B> max(A a, B 
 
 void forget_copies();  // of an earlier block
 
+// What a launch came to.
+enum : int {
+    DONE,
+    WAITS,     // threads wait for each other
+    EXCEEDS,   // shared memory beyond the launch's was written to
+    CONFLICTS  // the rows of a matrix are not in all banks, or not at multiples of 16 bytes
+};
+inline bool conflicts;
+
 // Launch a kernel whose arguments are given by their addresses, as the driver takes them.
 template <typename... A, size_t... I>
 void call(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
     kernel(*(std::remove_reference_t<A>*)args[I]...);
 }
 template <typename... A>
-int launch(void (*kernel)(A...), void** args, Three grid, Three block) {
-    gridDim = grid, blockDim = block;
+int launch(void (*kernel)(A...), void** args, Three grid, Three block, unsigned shared_bytes) {
+    gridDim = grid, blockDim = block, conflicts = false;
     const std::function<void()> body = [&] { call(kernel, args, std::index_sequence_for<A...>()); };
     for (unsigned z = 0; z < grid.z; ++z)
         for (unsigned y = 0; y < grid.y; ++y)
@@ -234,7 +243,9 @@ int launch(void (*kernel)(A...), void** args, Three grid, Three block) {
                 for (Meeting& one : named) one = {};
                 for (Warp& one : warps) one.meeting = {};
                 forget_copies();
-                if (!turns.run(block.x, body)) return 1;
+                if (!turns.run(block.x, body)) return WAITS;
+                for (unsigned i = shared_bytes; i < sizeof(shared_memory); ++i)
+                    if (shared_memory[i] != 0xff) return EXCEEDS;
             }
-    return 0;
+    return conflicts ? CONFLICTS : DONE;
 }
