@@ -201,7 +201,9 @@ def test_an_output_whose_rows_the_kernel_cannot_write_four_values_at_a_time_is_c
 
 def test_the_host_and_the_source_agree_on_constants():
     folder = Path(sparse_mla.__file__).parent
-    source = "".join((folder / f"sparse_mla_{part}.cuh").read_text() for part in ("few", "shares", "softmax"))
+    parts = ("code_bits", "few", "shares", "softmax")
+    source = "".join((folder / f"sparse_mla_{part}.cuh").read_text() for part in parts)
+    assert f"constexpr int RAW = {sparse_mla.RAW};" in source
     assert f"constexpr int NOTHINGS = {sparse_mla_launch.NOTHINGS};" in source
     assert f"constexpr int D_V = {sparse_mla_launch.D_V};" in source
     assert f"constexpr int MAX_SHARES = {sparse_mla_launch.MAX_SPLITS};" in source
