@@ -89,9 +89,8 @@ class Variant(FewHeadsVariant):
         members = self.keys * (self.group > 1)
         kept = self.value_parts * (self.steps - self.held) + 4 * (layout == V32_FP8.name and not self.converts)
         parts = (
-            # rows, scales, what P is multiplied by, and what records take more than their bytes
-            self.converts * self.keys * (ROW_STRIDE + 4 * 4 + 2 * 8 + RAW - 656 + 1),
-            self.stages * self.keys * row,  # records
+            self.converts * self.keys * (ROW_STRIDE + 4 * 4 + 2 * 8),  # rows, scales and what P is multiplied by
+            self.stages * self.keys * (RAW + 1 if self.converts else row),  # records, and where converted ones begin
             self.sums * columns * (self.keys + 4) * 4,  # S
             p_copies * columns * (self.keys + 8) * 2,  # P
             self.stages * (self.keys * scales + validity + members),
